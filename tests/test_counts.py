@@ -298,7 +298,7 @@ def test_measured_beside_modelled(monkeypatch, tmp_path, capsys):
     """Training is two passes; what memory needs counts where it is more; parts and rows that are not aligned are left out."""
     given = dict(rule="delta", batch=8, heads=8, tokens=2048, aligned=True, attention_norm=False)
     times = [given | {"pass": "forward", "device_ms": 0.3}, given | {"pass": "forward and backward", "device_ms": 1.2}]
-    others = [given | {"batch": 1, "tokens": 65536}, given | {"aligned": False}]
+    others = [given | {"batch": 1, "tokens": 65536}, given | {"aligned": False}, given | {"least_gate": 0.0}]
     (tmp_path / "speed.json").write_text(json.dumps(times + [x | {"pass": "forward", "device_ms": 1.0} for x in others]))
     ms = {"forward": (0.1, 0.2), "forward of training": (0.25, 0.2), "backward": (0.35, 0.3)}
     passes = {name: Pass([SimpleNamespace(ms=(modelled,))], (least,)) for name, (modelled, least) in ms.items()}

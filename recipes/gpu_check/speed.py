@@ -1,5 +1,5 @@
 """The kernels' time on the device and the host's time for a call, apart: every rule where no processor is idle and where most are,
-long sequences, few sequences, rows that do not start at 16 bytes, attention normalisation.
+long sequences, few sequences, rows that do not start at 16 bytes, attention normalisation, gates of channels that forget fast.
 
     python recipes/gpu_check/speed.py OUT.json
 """
@@ -31,6 +31,7 @@ class Case(NamedTuple):
     tokens: int
     aligned: bool = True
     attention_norm: bool = False
+    least_gate: float = 0.9  # of those that are drawn uniformly up to 1
 
 
 ALL = ("sum", "gated", "delta", "gated_delta", "decay", "kda")
@@ -38,6 +39,7 @@ CASES = [Case(rule, batch, heads, tokens) for batch, heads, tokens in ((8, 8, 20
 CASES += [Case(rule, 1, 8, tokens) for rule in ("gated", "delta") for tokens in (8192, 65536)]
 CASES += [Case(rule, 8, 8, 2048, aligned=False) for rule in ("gated", "delta")]
 CASES += [Case(rule, 8, 8, 2048, attention_norm=True) for rule in ("sum", "gated", "delta")]
+CASES += [Case(rule, 8, 8, 2048, least_gate=0.0) for rule in ("decay", "kda")]
 
 
 def draw(case: Case, device: str) -> dict[str, torch.Tensor]:
@@ -46,7 +48,8 @@ def draw(case: Case, device: str) -> dict[str, torch.Tensor]:
     x = {name: torch.rand(*shape, WIDTH + skipped, device=device).bfloat16()[..., skipped:] for name in "qkv"}
     x["k"] = torch.nn.functional.normalize(x["k"], dim=-1) if case.aligned else x["k"].div_(WIDTH**0.5)
     gates = RULES[case.rule].gates.items()
-    x |= {name: torch.rand(*shape, *[WIDTH] * (gate.axis is not None), device=device) * 0.1 + 0.9 for name, gate in gates}
+    least = case.least_gate
+    x |= {name: torch.rand(*shape, *[WIDTH] * (gate.axis is not None), device=device) * (1 - least) + least for name, gate in gates}
     return {name: t.detach().requires_grad_() for name, t in x.items()}
 
 

@@ -20,6 +20,7 @@ from fw_fairseq.tools.plot.style import LINE, SMALL, canvas, label_ends, log_len
 
 # The endings of rows in recipes/mixers.sh, in the order of the columns.
 PARTS = {"": "none", "conv": "short convolution", "norm": "output norm", "gate": "output gate", "parts": "all three"}
+PARTS |= {"published": "as published"}
 
 
 def read_table(path: Path, *columns: str) -> dict[str, tuple[float, ...]]:

@@ -163,10 +163,8 @@ class ErasingKernel(NamedTuple):
             }
             kernel = f"{family}_{name}"
             source = f"{family}.cu" if name == "forward" else f"{kernel}.cu"
-            grid, sizes = (
-                (q.shape[0] * q.shape[1], self.tiles, *[parts] * (parts > 1)),
-                sizes_of(q, self.width, values.shape[3]) | {"part": part},
-            )
+            grid = (q.shape[0] * q.shape[1], self.tiles, *[parts] * (parts > 1))
+            sizes = sizes_of(q, self.width, values.shape[3]) | {"part": part}
             return Kernel(source, kernel, defines, grid, (32 * self.warps,), shared, sizes)
 
         start(launcher, OF_ROWS, (type(self), self, name, part), tensors, describe)

@@ -243,10 +243,8 @@ class LinearKernel(NamedTuple):
                 **more,
                 "FW_SHARED": shared,
             }
-            grid, sizes = (
-                (sequences, self.tiles(tile), *[parts] * (parts > 1)),
-                sizes_of(q, self.width, self.value, divisor) | {"part": part},
-            )
+            grid = (sequences, self.tiles(tile), *[parts] * (parts > 1))
+            sizes = sizes_of(q, self.width, self.value, divisor) | {"part": part}
             return Kernel(SOURCES[name], name, defines, grid, (32 * tile.warps,), shared, sizes)
 
         start(launcher, OF_ROWS, (self, name, divisor, part), tensors, describe)
