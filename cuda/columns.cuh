@@ -58,11 +58,11 @@ __device__ __forceinline__ float2 to_float2(__nv_bfloat162 pair) {
     return make_float2(__uint_as_float(both << 16), __uint_as_float(both & 0xFFFF0000u));
 }
 
-#ifndef FW_SIDES
-#define FW_SIDES 0  // of so many bits is the number of a part that runs beside others, the last ones of the third dimension's
+#ifndef FW_SIDE_BITS
+#define FW_SIDE_BITS 0  // a power of 2 of blocks share the parts of a sequence, side by side along the third dimension
 #endif
-__device__ __forceinline__ unsigned batch() { return blockIdx.z >> FW_SIDES; }
-__device__ __forceinline__ int side() { return blockIdx.z & ((1 << FW_SIDES) - 1); }
+__device__ __forceinline__ unsigned batch() { return blockIdx.z >> FW_SIDE_BITS; }
+__device__ __forceinline__ int side() { return blockIdx.z & ((1 << FW_SIDE_BITS) - 1); }
 
 template <class T>
 __device__ __forceinline__ T* row_of(const Tensor& x, int t, int share = 0) {

@@ -16,13 +16,13 @@
 //
 // Each value tile writes its share of dq, dk, df and dw.
 //
-// With FW_SIDES several blocks share the parts of a sequence. In the place of its result each has dW at the end of its own, from
-// decay_adjoint.cu.
+// With FW_SIDE_BITS several blocks share the parts of a sequence. Each keeps dW in a place of its own, and begins with what
+// decay_adjoint.cu has put there.
 #include "decay_one_round.cuh"
 
-// What the blocks of this part have for it.
+// Of all sequences, where the blocks of this side keep dW.
 __device__ __forceinline__ float* own(const Params& p) {
-    return FW_SIDES ? p.dmemory + (int64_t)side() * (gridDim.z >> FW_SIDES) * gridDim.y * p.K * p.V : p.dmemory;
+    return p.dmemory + (int64_t)side() * (gridDim.z >> FW_SIDE_BITS) * gridDim.y * p.K * p.V;
 }
 
 __device__ __forceinline__ void put_memory(Operand* at, Memory& memory) {
@@ -344,8 +344,7 @@ __device__ __forceinline__ void take_rows(Shared& s, const Params& p, int part, 
 extern "C" __global__ void __launch_bounds__(FW_WARPS * 32, 1) decay_backward(const __grid_constant__ Params p) {
     extern __shared__ __align__(16) unsigned char shared[];
     Shared& s = *(Shared*)shared;
-    const int each = (p.parts + (1 << FW_SIDES) - 1) >> FW_SIDES;
-    const int first = FW_SIDES ? side() * each : 0, end = FW_SIDES ? min(p.parts, first + each) : p.parts;
+    const int each = (p.parts + (1 << FW_SIDE_BITS) - 1) >> FW_SIDE_BITS, first = side() * each, end = min(p.parts, first + each);
 #pragma unroll 1
     for (int part = end - 1; part >= first; part--) {
         int chunks = min(FW_CHUNKS, (p.T - part * FW_PART + FW_CHUNK - 1) / FW_CHUNK);

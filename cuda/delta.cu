@@ -52,11 +52,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) delta_forward(const Par
     const Place at(p);
     float w[TILES][4];
     int turn = 0, exponent = 0;
-#if FW_PRECISION == F16
-    Exponents* exponents = shared.exponents;
-#else
-    Exponents* exponents = nullptr;
-#endif
     load_memory(w, p.memory, at, p);
     load_stage(shared.stage[0], p, at, 0);
     for (int t0 = 0, now = 0; t0 < p.T; t0 += FW_SPAN, now ^= 1) {
@@ -71,7 +66,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) delta_forward(const Par
 #else
         const Op *q = s.q, *k = s.k;
 #endif
-        compare_all(s.g, q, k, shared.scores, nullptr, shared.inverse, exponents);
+        compare_all(s.g, q, k, shared.scores, nullptr, shared.inverse, exponents_of(shared));
         __syncthreads();
         invert_all(s.g.e, shared.inverse, shared.inverse);
         __syncthreads();
@@ -80,9 +75,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) delta_forward(const Par
 #endif
         for (int c = 0; c < CHUNKS && t0 + c * C < p.T; c++) {
             const int t = c * C;
-            const Op* keys = k + t * KEY_ROW;
-            const Chunk chunk = {q + t * KEY_ROW, keys, keys, s.v + t * INPUT_ROW, shared.scores[c], shared.inverse[c],
-                                 s.g.w + t, s.g.start + t, (FW_F ? s.g.erasing : s.g.e) + t, s.g.end + t, exponents + c};
+            const Chunk chunk = chunk_of(q, k, s.v + t * INPUT_ROW, s.g, shared, c);
             float u[2][4], y[2][4];
             Left<P> written;
             const auto save = [&](int token) {

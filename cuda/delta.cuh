@@ -84,6 +84,15 @@ __device__ __forceinline__ void compare_all(Gates& g, const Op* q, const Op* k, 
     });
 }
 
+// Chunk c of a span: v is the chunk's own, q and k are the span's.
+template <class S>
+__device__ __forceinline__ Chunk chunk_of(const Op* q, const Op* k, const In* v, const Gates& g, S& s, int c) {
+    const int t = c * C;
+    const Op* keys = k + t * KEY_ROW;
+    return {q + t * KEY_ROW, keys, keys, v, s.scores[c], s.inverse[c], g.w + t, g.start + t, (FW_F ? g.erasing : g.e) + t, g.end + t,
+            exponents_of(s) + c};
+}
+
 __device__ __forceinline__ float scale_of(const float* gate) { return FW_F ? *gate : 1.f; }
 
 // What a chunk leaves of a memory or its adjoint.

@@ -33,21 +33,7 @@ struct Part {
     Stage& in;
     BackwardShared& s;
 
-    __device__ __forceinline__ Exponents* exponents() const {
-#if FW_PRECISION == F16
-        return s.exponents;
-#else
-        return nullptr;
-#endif
-    }
-
-    __device__ __forceinline__ Chunk chunk(int c) const {
-        const int t = c * C;
-        const Gates& g = in.g;
-        const Op* keys = k + t * KEY_ROW;
-        return {q + t * KEY_ROW, keys, keys, nullptr, s.scores[c], s.inverse[c], g.w + t, g.start + t, (FW_F ? g.erasing : g.e) + t,
-                g.end + t, exponents() + c};
-    }
+    __device__ __forceinline__ Chunk chunk(int c) const { return chunk_of(q, k, nullptr, in.g, s, c); }
 };
 #include "erase_adjoint.cuh"
 
@@ -80,7 +66,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) delta_adjoint(const Par
 #else
         const Part part = {in.q, in.k, in, s};
 #endif
-        compare_all(in.g, part.q, part.k, s.scores, nullptr, s.inverse, part.exponents());
+        compare_all(in.g, part.q, part.k, s.scores, nullptr, s.inverse, exponents_of(s));
         __syncthreads();
         invert_all(in.g.e, s.inverse, s.inverse);
         __syncthreads();

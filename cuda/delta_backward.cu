@@ -160,23 +160,22 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) delta_backward(const Pa
     extern __shared__ __align__(16) unsigned char bytes[];
     BackwardShared& s = *(BackwardShared*)bytes;
     const Place at(p);
-    const bool final = !FW_SIDES || blockIdx.z + 1 == gridDim.z;
-    const int begin = FW_SIDES ? blockIdx.z * p.part : 0, end = final ? p.T : begin + p.part;
-    const int last = (end - 1) / FW_PART * FW_PART;
+    const OwnTokens own(p);
+    const int last = (own.end - 1) / FW_PART * FW_PART;
     float dw[TILES][4];
     int turn = 0, exponent = 0, of_memory = load_exponent(p, at, last);  // of dw, and of the memory of the next part
     if (threadIdx.x == 0) find_firsts(s.first, p, at);
-    load_memory(dw, final ? p.dfinal : adjoint_of(p.adjoints, p.K * p.V), at, p);
+    load_memory(dw, own.final ? p.dfinal : adjoint_of(p.adjoints, p.K * p.V), at, p);
     __syncthreads();
     load_part(s.stage[0], p, s.first, last);
     if (ROOMY) copy_border(s, at, last);
     wait_for(s.stage[0]);
     __syncthreads();
-    if (ROOMY && last > begin) load_part(s.stage[1], p, s.first, last - FW_PART);
+    if (ROOMY && last > own.begin) load_part(s.stage[1], p, s.first, last - FW_PART);
     prepare(part_of(s, 0), p.T - last);
-    for (int t0 = last, now = 0; t0 >= begin; t0 -= FW_PART, now = (now + 1) % FW_STAGES) {
+    for (int t0 = last, now = 0; t0 >= own.begin; t0 -= FW_PART, now = (now + 1) % FW_STAGES) {
         const Part part = part_of(s, now), next = part_of(s, (now + 1) % FW_STAGES);
-        const bool more = t0 > begin;
+        const bool more = t0 > own.begin;
         if (!ROOMY && more) prefetch_part(p, s.first, at, t0 - FW_PART);
         run_forward(part, p, at, t0, more, turn, of_memory);
         for (int first = CHUNKS - GROUP; first >= 0; first -= GROUP) {
@@ -216,8 +215,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) delta_backward(const Pa
             }
             if (more) prepare(next, p.T - t0 + FW_PART);
         }
-        if (ROOMY && t0 > begin + FW_PART) load_part(part.in, p, s.first, t0 - 2 * FW_PART);
+        if (ROOMY && t0 > own.begin + FW_PART) load_part(part.in, p, s.first, t0 - 2 * FW_PART);
     }
     if (any_exponent(exponent)) scale_by(dw, power(-exponent));
-    if (begin == 0 && p.dmemory) store_memory(dw, p.dmemory, at, p);
+    if (own.begin == 0 && p.dmemory) store_memory(dw, p.dmemory, at, p);
 }

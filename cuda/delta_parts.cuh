@@ -68,14 +68,6 @@ __device__ __forceinline__ const uint4* border_from(const DeltaFirsts& first, co
     return first.borders + (int64_t)(s * (int)gridDim.y) * (WARPS * UNITS * 32) + (at.warp * UNITS * 32 + at.lane);
 }
 
-__device__ __forceinline__ Exponents* exponents_of(BackwardShared& s) {
-#if FW_PRECISION == F16
-    return s.exponents;
-#else
-    return nullptr;
-#endif
-}
-
 // The part at hand: its rows, features where there is a map, and gates.
 struct Part {
     Op *q, *k;
@@ -83,11 +75,5 @@ struct Part {
     Stage& in;
     BackwardShared& s;
 
-    __device__ __forceinline__ Chunk chunk(int c) const {
-        const int t = c * C;
-        const Gates& g = in.g;
-        const Op* keys = k + t * KEY_ROW;
-        return {q + t * KEY_ROW, keys,  keys,        in.v + t * INPUT_ROW,        s.scores[c], s.inverse[c],
-                g.w + t,         g.start + t, (FW_F ? g.erasing : g.e) + t, g.end + t, exponents_of(s) + c};
-    }
+    __device__ __forceinline__ Chunk chunk(int c) const { return chunk_of(q, k, in.v + c * C * INPUT_ROW, in.g, s, c); }
 };

@@ -3,8 +3,7 @@
 //
 // Macros: FW_IN type of q, k, v, y; FW_K, FW_V padded widths of a block's memory, multiples of 16; FW_F 1 where there is a decay f
 // per token, FW_W where there is a write strength w; FW_PRECISION of the products; FW_KSPLIT warps share the rows of one column of the
-// memory; FW_SPAN tokens are in shared memory at a time, FW_PART between two saved memories; FW_SIDES 1 where parts of the sequence run
-// side by side in the backward; FW_ALIGNED rows start at 16 bytes;
+// memory; FW_SPAN tokens are in shared memory at a time, FW_PART between two saved memories; FW_ALIGNED rows start at 16 bytes;
 // FW_PARTIAL there are several tiles of V, each with its share of the sums over V; FW_SHARED bytes of shared memory; those of
 // row_map.cuh where q and k are rows to map.
 #pragma once
@@ -169,6 +168,13 @@ struct __align__(16) Exponents {
     int erases, scores;
     int memory[VALUE_WARPS], adjoint[VALUE_WARPS];
 };
+
+// Those of a block's chunks; in other precisions than fp16 there are none.
+template <class S>
+__device__ __forceinline__ Exponents* exponents_of(S& s) {
+    if constexpr (P == F16) return s.exponents;
+    else return nullptr;
+}
 
 // Whether one of the warp's lanes has an exponent; in other precisions than fp16 there are none.
 __device__ __forceinline__ bool any_exponent(int exponent) { return P == F16 && __any_sync(~0u, exponent != 0); }

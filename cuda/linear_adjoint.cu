@@ -52,10 +52,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) linear_adjoint(const Pa
         __syncthreads();
         if (t0 > p.part) load_stage(shared.stage[now ^ 1], p, at, t0 - C);
 #if FW_MAP
-        map_rows_at<C, WARPS, FW_K, Op, In>(C, [&](const In*& from, Op*& to, int t) {
-            from = s.q + t * ROW, to = shared.q + t * KEY_ROW;
-            return t < p.T - t0;
-        });
+        map_rows<C>(shared.q, s.q, p.T - t0);
         __syncthreads();
         const Op* q = shared.q;
 #else

@@ -16,7 +16,7 @@
 // A gate f_r is a factor of D_ts for s < r <= t, of start_t for r <= t, of end_s for s < r, of total always. Its gradient is the sum
 // of every product that it is a factor of times that product's gradient, over f_r: sums without large terms that cancel.
 //
-// Macros besides those of linear.cuh: FW_STAGES chunks of rows in shared memory; FW_SIDES 1 where parts run side by side.
+// Macros besides those of linear.cuh: FW_STAGES chunks of rows in shared memory.
 #include "linear_gradients.cuh"
 
 #if FW_SUMS
@@ -61,24 +61,23 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) linear_backward(const P
     Shared& s = *(Shared*)bytes;
     const Place at(p);
     const Products& x = s.products[FW_F ? at.warp : 0];
-    const bool final = !FW_SIDES || blockIdx.z + 1 == gridDim.z;
-    const int begin = FW_SIDES ? blockIdx.z * p.part : 0, end = final ? p.T : begin + p.part;
-    const int last = (end - 1) / C * C, block = at.warp % BLOCKS, group = at.warp / BLOCKS;
+    const OwnTokens own(p);
+    const int last = (own.end - 1) / C * C, block = at.warp % BLOCKS, group = at.warp / BLOCKS;
     float dw[TILES][4];
-    load_memory(dw, final ? p.dfinal : adjoint_of(p.adjoints, p.K * p.V), at, p);
+    load_memory(dw, own.final ? p.dfinal : adjoint_of(p.adjoints, p.K * p.V), at, p);
     KeySums dn(at);
     Scale scale;
-    if (FW_SUMS) dn.load(blockIdx.y ? nullptr : final ? p.dfinal_sums : adjoint_of(p.adjoint_sums, p.K), p, at);
+    if (FW_SUMS) dn.load(blockIdx.y ? nullptr : own.final ? p.dfinal_sums : adjoint_of(p.adjoint_sums, p.K), p, at);
     load_stage(s.stage[0], p, at, last);
-    for (int t0 = last, now = 0; t0 >= begin; t0 -= C, now = (now + 1) % FW_STAGES) {
+    for (int t0 = last, now = 0; t0 >= own.begin; t0 -= C, now = (now + 1) % FW_STAGES) {
         Stage& stage = s.stage[now];
 #if FW_SUMS
         dn.share(s.dsums);
 #endif
         cp_async_wait<0>();
         share_in_range(s.dmemory, dw, at, scale, s);
-        if (FW_STAGES > 1 && t0 > begin) load_stage(s.stage[now ^ 1], p, at, t0 - C);
-        if (FW_STAGES == 1 && t0 > begin) prefetch_stage(p, at, t0 - C);
+        if (FW_STAGES > 1 && t0 > own.begin) load_stage(s.stage[now ^ 1], p, at, t0 - C);
+        if (FW_STAGES == 1 && t0 > own.begin) prefetch_stage(p, at, t0 - C);
 #if FW_MAP
         map_rows<C>(s.q, s.k, stage.q, stage.k, p.T - t0);
         __syncthreads();
@@ -117,9 +116,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) linear_backward(const P
         unmap_rows<FW_PARTIAL, C>(stage.q, stage.k, s.dq, s.dk, p, at, t0);
         if (FW_STAGES == 1) __syncthreads();
 #endif
-        if (FW_STAGES == 1 && t0 > begin) load_stage(stage, p, at, t0 - C);
+        if (FW_STAGES == 1 && t0 > own.begin) load_stage(stage, p, at, t0 - C);
         if ((FW_F || FW_W) && at.warp < BLOCKS) gate_side(s.sums, p, at, x, at.warp, t0);
     }
-    if (begin == 0 && p.dmemory) store_memory(dw, p.dmemory, at, p);
-    if (FW_SUMS && begin == 0 && p.dsums) dn.store(p.dsums, p, at);
+    if (own.begin == 0 && p.dmemory) store_memory(dw, p.dmemory, at, p);
+    if (FW_SUMS && own.begin == 0 && p.dsums) dn.store(p.dsums, p, at);
 }

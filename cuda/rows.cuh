@@ -41,6 +41,19 @@ __device__ __forceinline__ float* adjoint_of(float* all, int size, int part = bl
     return all + (int64_t)part * gridDim.x * size;
 }
 
+#ifndef FW_SIDES
+#define FW_SIDES 0  // 1 where blocks along the third dimension take p.part tokens each
+#endif
+
+// The tokens that a block of the backward takes.
+struct OwnTokens {
+    bool final;
+    int begin, end;
+    __device__ __forceinline__ OwnTokens(const Params& p) : final(!FW_SIDES || blockIdx.z + 1 == gridDim.z) {
+        begin = FW_SIDES ? blockIdx.z * p.part : 0, end = final ? p.T : begin + p.part;
+    }
+};
+
 // dq and dk are whole sums, or a value tile's share of them.
 template <bool PARTIAL>
 struct KeyGradient {
@@ -184,6 +197,15 @@ __device__ __forceinline__ void map_rows(Op* q, Op* k, const In* rows_q, const I
         const int t = i % ROWS;
         x = (i < ROWS ? rows_q : rows_k) + t * ROW;
         to = (i < ROWS ? q : k) + t * KEY_ROW;
+        return t < tokens;
+    });
+}
+
+// Of one row for each.
+template <int ROWS>
+__device__ __forceinline__ void map_rows(Op* features, const In* rows, int tokens) {
+    map_rows_at<ROWS, THREADS / 32, FW_K, Op, In>(ROWS, [&](const In*& x, Op*& to, int t) {
+        x = rows + t * ROW, to = features + t * KEY_ROW;
         return t < tokens;
     });
 }

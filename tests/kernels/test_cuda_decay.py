@@ -49,7 +49,7 @@ def test_few_sequences_in_parts(one_thread, rule, shape, dtype, gates, policy, s
 )
 def test_sides_of_the_backward(sequences, tokens, processors, sides, part):
     found = launches(decay, "decay", (1, sequences, tokens, 16, 32), torch.bfloat16, processors=processors)
-    assert found[-1].grid == (1, sequences, 1 << sides) and found[-1].defines.get("FW_SIDES", 0) == sides
+    assert found[-1].grid == (1, sequences, 1 << sides) and found[-1].defines.get("FW_SIDE_BITS", 0) == sides
     assert [launch.kernel for launch in found[1:-1]] == (["decay_adjoint"] if sides else [])
 
 

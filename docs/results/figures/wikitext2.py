@@ -19,8 +19,10 @@ from fw_fairseq.tools.plot.colours import ink, looks
 from fw_fairseq.tools.plot.style import LINE, SMALL, canvas, label_ends, log_lengths, plot, spread_out
 
 # The endings of rows in recipes/mixers.sh, in the order of the columns.
-PARTS = {"": "none", "conv": "short convolution", "norm": "output norm", "gate": "output gate", "parts": "all three"}
-PARTS |= {"published": "as published"}
+PARTS = {
+    "": "none", "conv": "short convolution", "norm": "output norm", "gate": "output gate", "parts": "all three",
+    "published": "as published",
+}  # fmt: skip
 
 
 def read_table(path: Path, *columns: str) -> dict[str, tuple[float, ...]]:

@@ -37,7 +37,6 @@ from .launch import (
     in_units,
     map_defines,
     remembered,
-    round_up,
     rows_aligned,
     shares_of,
     sizes_of,
@@ -123,7 +122,7 @@ class DecayKernel(NamedTuple):
             grid, block = (-(-v.shape[3] // tile.V), v.shape[1], v.shape[0] << sides), (32 * tile.warps(padded(self.key)),)
             sizes = {"T": T, "K": self.key, "V": self.value, "parts": -(-T // self.part)}
             source = "decay_backward.cu" if backward else "decay.cu"
-            defines = self.defines(backward, tile, tensors, shared) | ({"FW_SIDES": sides} if sides else {})
+            defines = self.defines(backward, tile, tensors, shared) | ({"FW_SIDE_BITS": sides} if sides else {})
             return Kernel(source, name, defines, grid, block, shared, sizes)
 
         start(launcher, STRUCTURE, (self, backward, sides), tensors, describe)
@@ -167,13 +166,18 @@ class Adjoint(NamedTuple):
     @classmethod
     def of(cls, kernel: DecayKernel, launcher: Launcher, dy: Tensor) -> Adjoint | None:
         """None where one block takes all of a sequence."""
-        B, H, T, V = dy.shape
-        few = tokens_of_part(launcher, dy, -(-V // kernel.back.V), kernel.part)
+        few = tokens_of_part(launcher, dy, -(-kernel.value // kernel.back.V), kernel.part)
+        return cls.of_sizes(kernel, few, launcher.processors(dy.device), *dy.shape[:3]) if few < dy.shape[2] else None
+
+    @classmethod
+    @remembered
+    def of_sizes(cls, kernel: DecayKernel, few: int, processors: int, B: int, H: int, T: int) -> Adjoint | None:
+        """few: how many tokens a block may take, at least."""
         sides = (-(-T // few)).bit_length() - 1
-        if not sides or B << sides > LARGEST_GRID:
+        if B << sides > LARGEST_GRID:
             return None
-        given = kernel.dtype, kernel.row, V, False, False, kernel.precision, kernel.row_map, kernel.held, False
-        linear = LinearKernel.of_sizes(*given).narrowed(B * H, launcher.processors(dy.device))
+        given = kernel.dtype, kernel.row, kernel.value, False, False, kernel.precision, kernel.row_map, kernel.held, False
+        linear = LinearKernel.of_sizes(*given).narrowed(B * H, processors)
         part = kernel.part * -(-T // (kernel.part << sides))
         for chunk in (64, 32, CHUNK):
             found = cls(sides, part, linear, linear.ahead._replace(chunk=chunk))
@@ -183,12 +187,9 @@ class Adjoint(NamedTuple):
 
     def bytes(self, f: bool, z: bool) -> int:
         """sizeof(Shared) in decay_adjoint.cu, which asserts it."""
-        x, (value, _, chunk) = self.linear, self.block
-        row, dtype = (x.key, x.operand) if x.row_map == AS_IS else (x.row, x.dtype)
-        rows = (chunk, round_up(row, 16 // dtype.itemsize), dtype), (chunk, value, x.operand)
-        gates = [tile_bytes((chunk, width, torch.float32)) if given else 16 for width, given in ((x.key, f), (value, z))]
-        features = 0 if x.row_map == AS_IS else tile_bytes((chunk, x.key, x.operand))
-        return 2 * (tile_bytes(*rows) + sum(gates)) + features + 4 * (x.key + value)
+        key, (value, _, chunk) = self.linear.key, self.block
+        gates = [tile_bytes((chunk, width, torch.float32)) if given else 16 for width, given in ((key, f), (value, z))]
+        return self.linear.walk_bytes(self.block) + 2 * sum(gates) + 4 * (key + value)
 
     def launch(self, launcher: Launcher, x: Operands, dy: Tensor, dmemory: Tensor | None) -> Tensor:
         """The adjoints (sides,B,H,K,V); the last one is room for the block that begins with ``dmemory``."""

@@ -7,7 +7,6 @@ import functools
 import logging
 import operator
 from collections.abc import Callable, Hashable, Iterator
-from functools import partial
 from typing import Any
 
 import torch
@@ -158,8 +157,7 @@ def start(
     except KeyError:
         kernel = describe()
         device = next(x.device for x in given if x is not None)
-        prepare = getattr(launcher, "prepare", partial(Launcher.prepare, launcher))  # a plain function is a launcher too
-        begin = prepare(*kernel[:6], device, structure.dtype)
+        begin = launcher.prepare(*kernel[:6], device, structure.dtype)
         places = [structure.places[name] for name in tensors]
         launch = remember(LAUNCHES, key, (begin, structure.numbers(tensors, kernel.sizes), places))
     begin, numbers, places = launch

@@ -161,11 +161,14 @@ class LinearKernel(NamedTuple):
     def tiles(self, tile: Block) -> int:
         return -(-self.value // tile.value)
 
+    def row_tile(self, rows: int) -> tuple[int, int, torch.dtype]:
+        """So many rows of q and k as they are in device memory."""
+        row, dtype = (self.key, self.operand) if self.row_map == AS_IS else (self.row, self.dtype)
+        return rows, round_up(row, 16 // dtype.itemsize), dtype
+
     def stage_bytes(self, tile: Block, values: int) -> int:
         """The rows of q and k of a chunk, ``values`` times those of v, and gates."""
-        row, dtype = (self.key, self.operand) if self.row_map == AS_IS else (self.row, self.dtype)
-        rows = (2 * tile.chunk, round_up(row, 16 // dtype.itemsize), dtype)
-        return tile_bytes(rows, (values * tile.chunk, tile.value, self.operand)) + 8 * tile.chunk
+        return tile_bytes(self.row_tile(2 * tile.chunk), (values * tile.chunk, tile.value, self.operand)) + 8 * tile.chunk
 
     def products_bytes(self, tile: Block) -> int:
         return round_up(4 * (3 * tile.chunk + 3 * tile.chunk // 16), 16) * (tile.warps if self.f else 1)
@@ -187,13 +190,15 @@ class LinearKernel(NamedTuple):
         kept = memories * self.memory_bytes(tile) + self.feature_bytes(tile, 0) + self.products_bytes(tile)
         return 2 * self.stage_bytes(tile, 1) + kept + 64 * self.scales
 
+    def walk_bytes(self, tile: Block) -> int:
+        """The rows of q and dy of two chunks, and the features of q, of a kernel that finds adjoints."""
+        rows = tile_bytes(self.row_tile(tile.chunk), (tile.chunk, tile.value, self.operand))
+        return 2 * rows + (0 if self.row_map == AS_IS else tile_bytes((tile.chunk, self.key, self.operand)))
+
     @remembered
     def adjoint_bytes(self, tile: Block) -> int:
         """sizeof(Shared) in linear_adjoint.cu, which asserts it."""
-        row, dtype = (self.key, self.operand) if self.row_map == AS_IS else (self.row, self.dtype)
-        rows = (tile.chunk, round_up(row, 16 // dtype.itemsize), dtype), (tile.chunk, tile.value, self.operand)
-        features = 0 if self.row_map == AS_IS else tile_bytes((tile.chunk, self.key, self.operand))
-        return 2 * (tile_bytes(*rows) + 4 * tile.chunk * (1 + self.sums)) + features + self.products_bytes(tile)
+        return self.walk_bytes(tile) + 8 * tile.chunk * (1 + self.sums) + self.products_bytes(tile)
 
     @remembered
     def backward_bytes(self, tile: Block, stages: int) -> int:

@@ -56,10 +56,12 @@ class Structure:
 VIEW = np.dtype([("p", "u8"), ("b", "i8"), ("h", "i8"), ("t", "i8"), ("tile", "i8")])
 VIEWS = ("q", "k", "v", "f", "e", "w", "y", "dy", "dq", "dk", "dv", "df", "de", "dw", "divisors", "ddivisors")
 SHARES = ("dq", "dk", "df", "de", "dw")  # outputs that each tile of V has a share of, along a first dimension
-POINTERS = ("memory", "final", "borders", "dfinal", "dmemory", "sums", "final_sums", "dfinal_sums", "dsums", "sums_borders")
-MORE_POINTERS = ("scales", "adjoints", "adjoint_sums")
+POINTERS = (
+    *("memory", "final", "borders", "dfinal", "dmemory", "sums", "final_sums", "dfinal_sums", "dsums", "sums_borders"),
+    *("scales", "adjoints", "adjoint_sums"),
+)
 SIZES = (*((name, "i4") for name in (*"HTKV", "part")), ("eps", "f4"), ("least", "f4"))
-PARAMS = np.dtype([*((name, VIEW) for name in VIEWS), *((name, "u8") for name in (*POINTERS, *MORE_POINTERS)), *SIZES], align=True)
+PARAMS = np.dtype([*((name, VIEW) for name in VIEWS), *((name, "u8") for name in POINTERS), *SIZES], align=True)
 OF_ROWS = Structure(PARAMS, SHARES)
 ROWS = ("q", "k", "v", "y", "dy", "dq", "dk", "dv")
 DIVIDED_VIEWS = ("y", "dy", "dx", "divisors", "ddivisors")  # ``View`` and ``Params`` in ``cuda/divided.cu``
