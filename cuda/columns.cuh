@@ -29,7 +29,7 @@ struct Params {
     float* final_memory;    // (B,H,K,V)
     float* borders;         // (B,H,parts-1,K,V): memory before each part but the first; null where no backward follows
     const float* dfinal;    // (B,H,K,V)
-    float* dmemory;         // (sides,B,H,K,V)
+    float* dmemory;         // (sides,B,H,K,V), in the forward memories
     int32_t T, K, V, parts;
 };
 
@@ -341,6 +341,11 @@ struct Columns {
 __device__ __forceinline__ bool is_owner() { return FW_OWNERS == FW_WARPS || (threadIdx.x >> 5) < FW_OWNERS; }
 
 __device__ __forceinline__ int64_t sequence() { return (int64_t)batch() * gridDim.y + blockIdx.y; }
+
+// The memories or adjoints of all sequences, (B,H,K,V), that the blocks of one side begin with.
+__device__ __forceinline__ float* own(const Params& p, int side) {
+    return p.dmemory + (int64_t)side * (gridDim.z >> FW_SIDE_BITS) * gridDim.y * p.K * p.V;
+}
 
 // The memory of this block's sequence in a (B,H,n,K,V) array.
 template <class T>

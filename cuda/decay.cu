@@ -10,6 +10,8 @@
 // on tensor cores, while the next chunk's columns are being loaded. There are two barriers for each chunk: one with the vote on its
 // rounds, and one before the products; FW_K_WARPS > 1 adds one, and a map two. A chunk in halves does the products with eight tokens
 // at a time. Saved for the backward: the memory before each part of FW_PART tokens.
+//
+// With FW_SIDE_BITS several blocks share the parts of a sequence. Each begins with what decay_walk.cu has put into p.dmemory.
 #define FW_HALVES (FW_K <= (FW_PRECISION == 2 ? 64 : 128))  // with wider keys registers would spill
 #include "decay_memory.cuh"
 
@@ -138,10 +140,10 @@ __device__ __forceinline__ void load_early(Columns& columns, const Params& p, co
 
 #if FW_MAP
 // The chunk's features, and the next chunk's rows on their way.
-__device__ __forceinline__ void take_rows(Shared& s, Columns& columns, const Params& p, int start) {
+__device__ __forceinline__ void take_rows(Shared& s, Columns& columns, const Params& p, int start, int end) {
     cp_async_wait<0>();
     __syncthreads();
-    if (start + FW_CHUNK < p.T) load_rows(s.rows, p, start + FW_CHUNK);
+    if (start + FW_CHUNK < end) load_rows(s.rows, p, start + FW_CHUNK);
     map_chunk(s.features, s.rows, p, start, 32);
     __syncthreads();
     by_side(p, s, [&](const auto& job) { load_chunk(columns, p, job, start); });
@@ -231,21 +233,24 @@ __device__ __forceinline__ void take_chunk(const Params& p, Shared& s, Memory& m
 extern "C" __global__ void __launch_bounds__(FW_WARPS * 32, FW_BLOCKS) decay_forward(const Params p) {
     extern __shared__ __align__(16) unsigned char shared[];
     Shared& s = *(Shared*)shared;
+    const int each = ((p.parts + (1 << FW_SIDE_BITS) - 1) >> FW_SIDE_BITS) * FW_PART;
+    const int first = FW_SIDE_BITS ? side() * each : 0, end = FW_SIDE_BITS ? min(p.T, first + each) : p.T;
+    if (FW_SIDE_BITS && first >= end) return;
     Memory memory;
     Columns columns;
     int tier = SPLIT;
 
 #if FW_MAP
-    load_rows(s.rows, p, 0);
+    load_rows(s.rows, p, first);
 #endif
-    if (is_owner()) memory.load(memory_of(p.memory, p), p);
-    s.scales.leave_nothing(1);
+    if (is_owner()) memory.load(memory_of(side() ? own(p, side() - 1) : p.memory, p), p);
+    s.scales.leave_nothing(first / FW_CHUNK + 1 & 1);
     by_side(p, s, [&](const auto& job) { columns.find(p, job); });
-    for (int start = -FW_CHUNK; start < p.T; start += FW_CHUNK) {  // the first turn loads the first chunk
+    for (int start = first - FW_CHUNK; start < end; start += FW_CHUNK) {  // the first turn loads the first chunk
         const int turn = start / FW_CHUNK & 1;
-        if (start >= 0) {
+        if (start >= first) {
 #if FW_MAP
-            take_rows(s, columns, p, start);
+            take_rows(s, columns, p, start, end);
 #endif
             Frame frame;
             float smallest = 1.f;
@@ -276,11 +281,12 @@ extern "C" __global__ void __launch_bounds__(FW_WARPS * 32, FW_BLOCKS) decay_for
         by_side(p, s, [&](const auto& job) { load_early(columns, p, job, start + FW_CHUNK); });
         if (FW_HALVES && tier == HALVES && is_owner()) take_chunk<true>(p, s, memory, start, turn);
         else if (in_one_round(tier) && is_owner()) take_chunk<false>(p, s, memory, start, turn);
-        if (FW_K_WARPS > 1 && start >= 0) {
+        if (FW_K_WARPS > 1 && start >= first) {
             __syncthreads();
             by_side<true>(p, s, [&](const auto& job) { sum_y(p, s, job, start); });
         }
     }
+    if (end < p.T) return;
     __syncthreads();
     if (is_owner()) {
         memory.scale(s.scales, Scales::LEFT + ((p.T + FW_CHUNK - 1) / FW_CHUNK + 1 & 1));

@@ -17,13 +17,8 @@
 // Each value tile writes its share of dq, dk, df and dw.
 //
 // With FW_SIDE_BITS several blocks share the parts of a sequence. Each keeps dW in a place of its own, and begins with what
-// decay_adjoint.cu has put there.
+// decay_walk.cu has put there.
 #include "decay_one_round.cuh"
-
-// Of all sequences, where the blocks of this side keep dW.
-__device__ __forceinline__ float* own(const Params& p) {
-    return p.dmemory + (int64_t)side() * (gridDim.z >> FW_SIDE_BITS) * gridDim.y * p.K * p.V;
-}
 
 __device__ __forceinline__ void put_memory(Operand* at, Memory& memory) {
     int g = lane_id() >> 2, t = lane_id() & 3;
@@ -184,12 +179,12 @@ __device__ FW_SELDOM void reverse_rounds(const Params& p, Shared& s, int start, 
         __syncthreads();
         if (mode == BORDERS && is_owner()) {
             Memory adjoint;
-            adjoint.load(memory_of(own(p), p), p);
+            adjoint.load(memory_of(own(p, side()), p), p);
             adjoint.scale(s.scales, Scales::LEFT + (turn ^ 1));
             put_memory(s.adjoint, adjoint);
             adjoint.scale(s.scales, Scales::CHUNK);
             adjoint.add_outer(s.dy, s.q);
-            adjoint.store(memory_of(own(p), p), p);
+            adjoint.store(memory_of(own(p, side()), p), p);
         }
         if (mode != BORDERS) score_pairs(s, mode, chunk);
         __syncthreads();
@@ -268,7 +263,7 @@ __device__ __forceinline__ void reverse_round(const Params& p, Shared& s, Memory
 __device__ FW_SELDOM void reverse_halves(const Params& p, Shared& s, int start, int chunk, int turn) {
     Memory adjoint;
     Columns columns;
-    if (is_owner()) adjoint.load(memory_of(own(p), p), p);
+    if (is_owner()) adjoint.load(memory_of(own(p, side()), p), p);
     columns.forget();
     by_side(p, s, [&](const auto& job) {
         columns.find(p, job);
@@ -283,14 +278,14 @@ __device__ FW_SELDOM void reverse_halves(const Params& p, Shared& s, int start, 
     });
     __syncthreads();
     reverse_round<true>(p, s, adjoint, columns.gate, start, chunk, false);
-    if (is_owner()) adjoint.store(memory_of(own(p), p), p);
+    if (is_owner()) adjoint.store(memory_of(own(p, side()), p), p);
 }
 
 // The chunks of a part, from the last to the first. Between two parts the adjoint is in the place of its result.
 __device__ __forceinline__ void reverse_part(const Params& p, Shared& s, int part, int chunks, int tiers) {
     Memory adjoint;
     Columns columns;
-    if (is_owner()) adjoint.load(memory_of(part == p.parts - 1 ? p.dfinal : own(p), p), p);
+    if (is_owner()) adjoint.load(memory_of(part == p.parts - 1 ? p.dfinal : own(p, side()), p), p);
     s.scales.leave_nothing(chunks & 1);
     by_side(p, s, [&](const auto& job) { columns.find(p, job); });
 #pragma unroll 1
@@ -310,10 +305,10 @@ __device__ __forceinline__ void reverse_part(const Params& p, Shared& s, int par
         }
         __syncthreads();
         if (tier >= HALVES) {
-            if (is_owner()) adjoint.store(memory_of(own(p), p), p);
+            if (is_owner()) adjoint.store(memory_of(own(p, side()), p), p);
             if (FW_HALVES && tier == HALVES) reverse_halves(p, s, start, chunk, turn);
             else reverse_rounds(p, s, start, chunk, tier, turn);
-            if (is_owner()) adjoint.load(memory_of(own(p), p), p);
+            if (is_owner()) adjoint.load(memory_of(own(p, side()), p), p);
         }
 #if !FW_MAP
         columns.forget();
@@ -329,7 +324,7 @@ __device__ __forceinline__ void reverse_part(const Params& p, Shared& s, int par
     __syncthreads();
     if (is_owner()) {
         adjoint.scale(s.scales, Scales::LEFT);
-        adjoint.store(memory_of(own(p), p), p);
+        adjoint.store(memory_of(own(p, side()), p), p);
     }
 }
 

@@ -18,6 +18,8 @@
 #define FW_NO_GATE 0.f
 #include "delta.cuh"
 
+constexpr int STAGES = 2 + FW_AHEAD;
+
 struct __align__(16) Stage {
     Row q[FW_SPAN * ROW], k[FW_SPAN * ROW];
     In v[FW_SPAN * INPUT_ROW];
@@ -25,16 +27,12 @@ struct __align__(16) Stage {
 };
 
 struct __align__(16) ForwardShared {
-    Stage stage[2];
+    Stage stage[STAGES];
 #if FW_MAP
     Op q[FW_SPAN * KEY_ROW], k[FW_SPAN * KEY_ROW];
 #endif
-    float inverse[CHUNKS][C * SOLVE_ROW];
-    Op scores[CHUNKS][C * PAIR_ROW];
+    Prepared prepared[1 + FW_AHEAD];
     float4 sums[FW_KSPLIT > 1 ? 2 * WARPS * 4 * 32 : 1];
-#if FW_PRECISION == F16
-    Exponents exponents[CHUNKS];
-#endif
 };
 
 __device__ __forceinline__ void load_stage(Stage& s, const Params& p, const Place& at, int t0) {
@@ -52,13 +50,24 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) delta_forward(const Par
     const Place at(p);
     float w[TILES][4];
     int turn = 0, exponent = 0;
-    load_memory(w, p.memory, at, p);
+    if (!at.is_ahead()) load_memory(w, p.memory, at, p);
     load_stage(shared.stage[0], p, at, 0);
-    for (int t0 = 0, now = 0; t0 < p.T; t0 += FW_SPAN, now ^= 1) {
+    // with FW_AHEAD there is a turn before the first span, and the copies are one more ahead
+    for (int t0 = -FW_AHEAD * FW_SPAN, now = FW_AHEAD ? 2 : 0; t0 < p.T; t0 += FW_SPAN, now = (now + 1) % STAGES) {
         Stage& s = shared.stage[now];
+        const int turn_of_two = t0 / FW_SPAN & FW_AHEAD;
         cp_async_wait<0>();
         __syncthreads();
-        if (t0 + FW_SPAN < p.T) load_stage(shared.stage[now ^ 1], p, at, t0 + FW_SPAN);
+        const int coming = t0 + FW_SPAN * (1 + FW_AHEAD);
+        if (coming < p.T) load_stage(shared.stage[(now + 1 + FW_AHEAD) % STAGES], p, at, coming);
+#if FW_AHEAD
+        if (at.is_ahead()) {
+            Stage& next = shared.stage[(now + 1) % STAGES];
+            if (t0 + FW_SPAN < p.T) prepare_ahead(next.g, next.q, next.k, shared.prepared[turn_of_two ^ 1]);
+            continue;
+        }
+        if (t0 < 0) continue;
+#endif
 #if FW_MAP
         map_rows<FW_SPAN>(shared.q, shared.k, s.q, s.k, p.T - t0);
         __syncthreads();
@@ -66,16 +75,16 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) delta_forward(const Par
 #else
         const Op *q = s.q, *k = s.k;
 #endif
-        compare_all(s.g, q, k, shared.scores, nullptr, shared.inverse, exponents_of(shared));
-        __syncthreads();
-        invert_all(s.g.e, shared.inverse, shared.inverse);
-        __syncthreads();
-#if FW_PRECISION == F16
+        Prepared& prepared = shared.prepared[turn_of_two];
+        if (!FW_AHEAD) prepare(s.g, q, k, prepared);
+#if FW_AHEAD
+#pragma unroll
+#elif FW_PRECISION == F16
 #pragma unroll 2  // others are better off without
 #endif
         for (int c = 0; c < CHUNKS && t0 + c * C < p.T; c++) {
             const int t = c * C;
-            const Chunk chunk = chunk_of(q, k, s.v + t * INPUT_ROW, s.g, shared, c);
+            const Chunk chunk = chunk_of(q, k, s.v + t * INPUT_ROW, s.g, prepared, c);
             float u[2][4], y[2][4];
             Left<P> written;
             const auto save = [&](int token) {
@@ -85,14 +94,15 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) delta_forward(const Par
             };
             save(t0 + t);
             recall<true>(at, chunk, w, u, y, written, shared.sums, turn, exponent, [&] { save(unknown(t0 + t)); });
+            advance(at, chunk, w, u, written);
             if (at.has_first_rows()) {  // y takes the place of v
                 put_square<true>(s.v + t * INPUT_ROW + at.local(), INPUT_ROW, y[0], y[1]);
             }
-            advance(at, chunk, w, u, written);
         }
         __syncwarp();
         if (at.has_first_rows()) store_columns<FW_SPAN>(s.v + at.local(), p.y, at.b, at.h, t0, p.T, at.column, p.V);
     }
+    if (at.is_ahead()) return;
     if (any_exponent(exponent)) scale_by(w, power(-exponent));
     store_memory(w, p.final, at, p);
 }

@@ -84,6 +84,31 @@ __device__ __forceinline__ void compare_all(Gates& g, const Op* q, const Op* k, 
     });
 }
 
+// What chunks need that does not depend on the memory; with FW_AHEAD of two spans in turns.
+struct Prepared {
+    float inverse[CHUNKS][C * SOLVE_ROW];
+    Op scores[CHUNKS][C * PAIR_ROW];
+#if FW_PRECISION == F16
+    Exponents exponents[CHUNKS];
+#endif
+};
+
+// From a span's rows and gates in shared memory, behind a barrier, by all warps.
+__device__ __forceinline__ void prepare(Gates& g, const Op* q, const Op* k, Prepared& s) {
+    compare_all(g, q, k, s.scores, nullptr, s.inverse, exponents_of(s));
+    __syncthreads();
+    invert_all(g.e, s.inverse, s.inverse);
+    __syncthreads();
+}
+
+// The same by the warps that are a span ahead.
+__device__ __forceinline__ void prepare_ahead(Gates& g, const Op* q, const Op* k, Prepared& s) {
+    const int c = (threadIdx.x >> 5) - WARPS, t = c * C;
+    compare<false>(g, c, q + t * KEY_ROW, k + t * KEY_ROW, s.scores[c], nullptr, s.inverse[c], exponents_of(s) + c);
+    __syncwarp();
+    invert(g.e + t, s.inverse[c], s.inverse[c], (threadIdx.x & 31) < C);
+}
+
 // Chunk c of a span: v is the chunk's own, q and k are the span's.
 template <class S>
 __device__ __forceinline__ Chunk chunk_of(const Op* q, const Op* k, const In* v, const Gates& g, S& s, int c) {

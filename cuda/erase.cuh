@@ -14,7 +14,10 @@ constexpr int C = 16;  // tokens of a chunk
 constexpr int CHUNKS = FW_SPAN / C;
 constexpr int VALUE_WARPS = FW_V / 16;
 constexpr int WARPS = VALUE_WARPS * FW_KSPLIT;
-constexpr int THREADS = WARPS * 32;
+#ifndef FW_AHEAD
+#define FW_AHEAD 0  // 1: a warp more for each chunk of a span, which finds what does not depend on the memory, a span ahead
+#endif
+constexpr int THREADS = (WARPS + (FW_AHEAD ? CHUNKS : 0)) * 32;
 constexpr int WARP_ROWS = FW_K / FW_KSPLIT;  // rows of the memory that a warp holds
 constexpr int TILES = WARP_ROWS / 8;         // its accumulators
 constexpr int INVERTERS = (CHUNKS + 1) / 2;  // warps that have work in invert_all
@@ -33,33 +36,37 @@ __device__ __forceinline__ void each_turn(int first, F f) {
     else for (int i = first; i < END; i += STEP) f(i);
 }
 
-// Behind a barrier: inverse = (I + e erase)^-1 of all chunks, by forward substitution, which keeps its digits whatever the keys; a
-// product of powers of the strict triangle would lose 4 of them where keys repeat. A warp takes two chunks, a lane one column. erase
-// and inverse may be the same memory.
+// inverse = (I + e erase)^-1 of a chunk, by forward substitution, which keeps its digits whatever the keys; a product of powers of the
+// strict triangle would lose 4 of them where keys repeat. A lane takes one column, those without one write nothing. erase and inverse
+// may be the same memory.
+__device__ __forceinline__ void invert(const float* e, const float* erase, float* inverse, bool writes) {
+    const int column = threadIdx.x & 15;
+    float x[C] = {};  // row by row the sum over the rows above, then the solution
+#pragma unroll
+    for (int s = 0; s < C; s += 4) {
+#pragma unroll
+        for (int t = s; t < C; t++) {
+            const float4 row = *(const float4*)(erase + t * SOLVE_ROW + s);
+            if (t > s) x[t] = fmaf(row.x, x[s], x[t]);
+            if (t > s + 1) x[t] = fmaf(row.y, x[s + 1], x[t]);
+            if (t > s + 2) x[t] = fmaf(row.z, x[s + 2], x[t]);
+            if (t > s + 3) x[t] = fmaf(row.w, x[s + 3], x[t]);
+            if (t < s + 4) x[t] = (t == column ? 1.f : 0.f) - e[t] * x[t];
+        }
+    }
+    __syncwarp();
+    if (!writes) return;
+    inverse += column;
+#pragma unroll
+    for (int t = 0; t < C; t++) inverse[t * SOLVE_ROW] = SOLVE == TF32 ? __uint_as_float(to_tf32(x[t])) : x[t];
+}
+
+// Behind a barrier, the inverses of all chunks: a warp takes two.
 __device__ __forceinline__ void invert_all(const float* strengths, const float (*erases)[C * SOLVE_ROW], float (*inverses)[C * SOLVE_ROW]) {
-    const int lane = threadIdx.x & 31, column = lane & 15;
+    const int half = (threadIdx.x & 31) >> 4;
     for (int first = (threadIdx.x >> 5) * 2; first < CHUNKS; first += 2 * WARPS) {
-        const int c = min(first + (lane >> 4), CHUNKS - 1);
-        const float *erase = erases[c], *e = strengths + c * C;
-        float x[C] = {};  // row by row the sum over the rows above, then the solution
-#pragma unroll
-        for (int s = 0; s < C; s += 4) {
-#pragma unroll
-            for (int t = s; t < C; t++) {
-                const float4 row = *(const float4*)(erase + t * SOLVE_ROW + s);
-                if (t > s) x[t] = fmaf(row.x, x[s], x[t]);
-                if (t > s + 1) x[t] = fmaf(row.y, x[s + 1], x[t]);
-                if (t > s + 2) x[t] = fmaf(row.z, x[s + 2], x[t]);
-                if (t > s + 3) x[t] = fmaf(row.w, x[s + 3], x[t]);
-                if (t < s + 4) x[t] = (t == column ? 1.f : 0.f) - e[t] * x[t];
-            }
-        }
-        __syncwarp();
-        if (first + (lane >> 4) < CHUNKS) {
-            float* inverse = inverses[c] + column;
-#pragma unroll
-            for (int t = 0; t < C; t++) inverse[t * SOLVE_ROW] = SOLVE == TF32 ? __uint_as_float(to_tf32(x[t])) : x[t];
-        }
+        const int c = min(first + half, CHUNKS - 1);
+        invert(strengths + c * C, erases[c], inverses[c], first + half < CHUNKS);
     }
 }
 
@@ -86,6 +93,8 @@ __device__ __forceinline__ void sum_split(float (&x)[N][4], float4* shared, int&
 #endif
 }
 
+static_assert(!FW_AHEAD || FW_KSPLIT == 1, "warps that share a column meet at barriers that the others do not come to");
+
 // Every warp has all rows of its columns, so that addresses and branches need not ask; in fp32 sm_120 has no registers for that.
 constexpr bool ALL_ROWS = FW_KSPLIT == 1 && SHORT<P>;
 
@@ -100,6 +109,7 @@ struct Place {
     __device__ int first_column() const { return column; }
     __device__ int local() const { return (ALL_ROWS ? warp : warp % VALUE_WARPS) * 16; }
     __device__ bool has_first_rows() const { return ALL_ROWS || warp < VALUE_WARPS; }
+    __device__ bool is_ahead() const { return FW_AHEAD && warp >= WARPS; }  // and holds no memory
 };
 
 // The warp's slice of a memory to a transposed one in shared memory, rows of KEY_ROW.

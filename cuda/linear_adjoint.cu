@@ -41,6 +41,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) linear_adjoint(const Pa
     const Place at(p);
     Products& x = shared.products[FW_F ? at.warp : 0];
     const int last = (p.T - 1) / C * C;
+    Border<true> border(p);
     float dw[TILES][4];
     load_memory(dw, p.dfinal, at, p);
     KeySums dn(at);
@@ -65,9 +66,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) linear_adjoint(const Pa
 #if FW_SUMS
         dn.write(q, total, [&](int b, int t) { return start(b, t) * s.reads[t]; });
 #endif
-        if (t0 % p.part == 0) {
-            store_memory(dw, adjoint_of(p.adjoints, p.K * p.V, t0 / p.part - 1), at, p);
-            if (FW_SUMS) dn.store(adjoint_of(p.adjoint_sums, p.K, t0 / p.part - 1), p, at);
+        if (t0 == border.token) {
+            store_memory(dw, adjoint_of(p.adjoints, p.K * p.V, border.place), at, p);
+            if (FW_SUMS) dn.store(adjoint_of(p.adjoint_sums, p.K, border.place), p, at);
+            border.go_on(p);
         }
         __syncwarp();
     }

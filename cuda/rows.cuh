@@ -45,6 +45,17 @@ __device__ __forceinline__ float* adjoint_of(float* all, int size, int part = bl
 #define FW_SIDES 0  // 1 where blocks along the third dimension take p.part tokens each
 #endif
 
+// The token at which a part begins, and its place among all parts but the first; the last one with LAST, without a division.
+template <bool LAST>
+struct Border {
+    int token, place = 0;
+    __device__ __forceinline__ Border(const Params& p) : token(p.part) {
+        while (LAST && token + p.part < p.T) token += p.part, place++;
+    }
+    __device__ __forceinline__ void go_on(const Params& p) { token += LAST ? -p.part : p.part, place += LAST ? -1 : 1; }
+    __device__ __forceinline__ bool is_there(const Params& p) const { return LAST ? place >= 0 : token < p.T; }
+};
+
 // The tokens that a block of the backward takes.
 struct OwnTokens {
     bool final;

@@ -34,23 +34,25 @@ def test_few_sequences_in_parts(one_thread, rule, shape, dtype, gates, policy, s
     device = EmulatorLaunch(policy, seed)
     device.blocks = 16
     compare(decay, rule, shape, dtype, device, gates=gates)
-    assert [name for _, name, _ in device.calls] == ["decay_forward", "decay_adjoint", "decay_backward"]
+    assert [name for _, name, _ in device.calls] == ["decay_walk", "decay_forward", "decay_walk", "decay_backward"]
 
 
 @pytest.mark.parametrize(
-    "sequences, tokens, processors, sides, part",
+    "sequences, tokens, processors, sides",
     [
-        (64, 2048, 132, 2, 512),
-        (67, 2048, 132, 0, None),  # more than half of the processors have a block
-        (1, 2048, 132, 3, 256),
-        (1, 1100, 132, 2, 320),  # a multiple of 64
-        (1, 511, 132, 0, None),
+        (64, 2048, 132, 2),
+        (67, 2048, 132, 0),  # more than half of the processors have a block
+        (1, 2048, 132, 3),
+        (1, 1100, 132, 2),
+        (1, 511, 132, 0),
     ],
 )
-def test_sides_of_the_backward(sequences, tokens, processors, sides, part):
+def test_sides(sequences, tokens, processors, sides):
     found = launches(decay, "decay", (1, sequences, tokens, 16, 32), torch.bfloat16, processors=processors)
-    assert found[-1].grid == (1, sequences, 1 << sides) and found[-1].defines.get("FW_SIDE_BITS", 0) == sides
-    assert [launch.kernel for launch in found[1:-1]] == (["decay_adjoint"] if sides else [])
+    walk = ["decay_walk"] if sides else []
+    assert [launch.kernel for launch in found] == [*walk, "decay_forward", *walk, "decay_backward"]
+    for launched in found[sides > 0 :: 2 if sides else 1]:
+        assert launched.grid == (1, sequences, 1 << sides) and launched.defines.get("FW_SIDE_BITS", 0) == sides
 
 
 @pytest.mark.parametrize("tokens", [1, 5, 16, 17, 70])
@@ -123,13 +125,16 @@ def test_wider_tiles_where_shared_memory_holds_them(one_thread, capability, tile
     assert device.calls[1][2]["FW_V"] == tile
 
 
+@pytest.mark.parametrize("tokens", [70, 550])
 @pytest.mark.parametrize("absent, gates", [("z", "lone"), ("f", "near one")])
-def test_gates_of_one_side(one_thread, absent, gates):
-    """And a write strength, whose gradient is a sum over V; chunks of one round beside chunks of several."""
-    x = draw("decay", (1, 2, 70, 64, 64), torch.bfloat16, gates)
-    x[absent], x["w"] = None, torch.rand(1, 2, 70)
+def test_gates_of_one_side(one_thread, absent, gates, tokens):
+    """And a write strength, whose gradient is a sum over V; chunks of one round beside chunks of several. Few sequences in parts."""
+    x = draw("decay", (1, 2, tokens, 64, 64), torch.bfloat16, gates)
+    x[absent], x["w"] = None, torch.rand(1, 2, tokens)
     dy, dmemory = torch.randn_like(x["v"]), torch.randn_like(x["memory"])
-    actual = by_kernels(decay, x, dy, dmemory, "bf16", EmulatorLaunch())
+    device = EmulatorLaunch()
+    device.blocks = 16
+    actual = by_kernels(decay, x, dy, dmemory, "bf16", device)
     assert_same(actual, by_definition(x, dy, dmemory), TOLERANCE["bf16"])
 
 

@@ -97,7 +97,7 @@ def test_few_sequences_in_parts(one_thread, dtype, policy, seed):
     device.blocks = 8
     compare((1, 2, 600, 64, 64) if dtype == BF16 else (1, 1, 520, 32, 40), dtype, device)
     assert [name for _, name, _ in device.calls] == ["delta_forward", "delta_adjoint", "delta_backward"]
-    assert device.calls[-1][2]["FW_SIDES"]
+    assert device.calls[-1][2]["FW_SIDES"] and all(device.calls[n][2]["FW_AHEAD"] for n in (0, 1))
 
 
 def test_a_device_with_less_shared_memory(one_thread):

@@ -101,7 +101,8 @@ def test_few_sequences_in_parts(one_thread, family, dtype, present):
     device = EmulatorLaunch("prio", 2)
     device.blocks = 8
     compare(family, RowMap("dpfp", 1, "sum"), (1, 1, 530, 10, 64), dtype, present, device)
-    assert [name for _, name, _ in device.calls] == [f"{family}_forward", f"{family}_adjoint", f"{family}_backward"]
+    kernels = ["walk", "forward", "walk", "backward"] if family == "decay" else ["forward", "adjoint", "backward"]
+    assert [name for _, name, _ in device.calls] == [f"{family}_{kernel}" for kernel in kernels]
 
 
 def sanitized() -> None:

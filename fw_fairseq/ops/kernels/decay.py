@@ -1,5 +1,5 @@
 """The kernel family with decay per channel (rule decay), without erase: what it supports, and the launches of ``cuda/decay.cu``,
-``cuda/decay_adjoint.cu`` and ``cuda/decay_backward.cu``. ``decay_tiles`` has the layout of a launch.
+``cuda/decay_walk.cu`` and ``cuda/decay_backward.cu``. ``decay_tiles`` has the layout of a launch.
 
 fp16 inputs are multiplied in tf32, which holds them exactly. fp16 products would overflow where memories and gradients leave its
 range, and bf16 would round the inputs once more.
@@ -113,7 +113,7 @@ class DecayKernel(NamedTuple):
         return self.map_bytes(self.row_chunks(backward)) + operands + y + reads + scale_bytes(K, V)
 
     def launch(self, launcher: Launcher, backward: bool, tensors: dict[str, Any], sides: int = 0) -> None:
-        """Starts the kernel of one pass. sides: of the backward, as ``Adjoint.sides``."""
+        """Starts the kernel of one pass. sides: as ``Walk.sides``."""
 
         def describe() -> Kernel:
             tile, v, T = self.back if backward else self.ahead, tensors["v"], tensors["q"].shape[2]
@@ -154,9 +154,10 @@ class DecayKernel(NamedTuple):
         return defines | mapping
 
 
-class Adjoint(NamedTuple):
-    """How the backward of few sequences is shared among more blocks: 2 to the power of ``sides`` for a sequence and tile of V. Each
-    needs the adjoint of the memory at the end of its parts, from ``cuda/decay_adjoint.cu``, whose block is that of ``linear``."""
+class Walk(NamedTuple):
+    """How a pass over few sequences is shared among more blocks: 2 to the power of ``sides`` for a sequence and tile of V. Each begins
+    with the memory before its tokens, in the backward with its adjoint behind them, from ``cuda/decay_walk.cu``, whose block is that
+    of ``linear``."""
 
     sides: int
     part: int  # tokens of a block
@@ -164,14 +165,14 @@ class Adjoint(NamedTuple):
     block: Block
 
     @classmethod
-    def of(cls, kernel: DecayKernel, launcher: Launcher, dy: Tensor) -> Adjoint | None:
-        """None where one block takes all of a sequence."""
-        few = tokens_of_part(launcher, dy, -(-kernel.value // kernel.back.V), kernel.part)
-        return cls.of_sizes(kernel, few, launcher.processors(dy.device), *dy.shape[:3]) if few < dy.shape[2] else None
+    def of(cls, kernel: DecayKernel, launcher: Launcher, v: Tensor, tile: Tile) -> Walk | None:
+        """None where one block takes all of a sequence. v: or dy. tile: of the pass."""
+        few = tokens_of_part(launcher, v, -(-kernel.value // tile.V), kernel.part)
+        return cls.of_sizes(kernel, few, launcher.processors(v.device), *v.shape[:3]) if few < v.shape[2] else None
 
     @classmethod
     @remembered
-    def of_sizes(cls, kernel: DecayKernel, few: int, processors: int, B: int, H: int, T: int) -> Adjoint | None:
+    def of_sizes(cls, kernel: DecayKernel, few: int, processors: int, B: int, H: int, T: int) -> Walk | None:
         """few: how many tokens a block may take, at least."""
         sides = (-(-T // few)).bit_length() - 1
         if B << sides > LARGEST_GRID:
@@ -186,24 +187,29 @@ class Adjoint(NamedTuple):
         return None
 
     def bytes(self, f: bool, z: bool) -> int:
-        """sizeof(Shared) in decay_adjoint.cu, which asserts it."""
+        """sizeof(Shared) in decay_walk.cu, which asserts it."""
         key, (value, _, chunk) = self.linear.key, self.block
         gates = [tile_bytes((chunk, width, torch.float32)) if given else 16 for width, given in ((key, f), (value, z))]
-        return self.linear.walk_bytes(self.block) + 2 * sum(gates) + 4 * (key + value)
+        return self.linear.walk_bytes(self.block) + 2 * (sum(gates) + 4 * chunk) + 4 * (key + value) * (chunk // 16 + 1)
 
-    def launch(self, launcher: Launcher, x: Operands, dy: Tensor, dmemory: Tensor | None) -> Tensor:
-        """The adjoints (sides,B,H,K,V); the last one is room for the block that begins with ``dmemory``."""
+    def launch(self, launcher: Launcher, x: Operands, memory: Tensor | None, dy: Tensor | None = None) -> Tensor:
+        """The memories from which blocks begin, (sides,B,H,K,V), or with dy their adjoints; the last one is room for ``memory``, from
+        which the walk begins."""
         (K, V), linear, block = x.widths, self.linear, self.block
-        found = dy.new_empty((1 << self.sides, *dy.shape[:2], K, V), dtype=torch.float32)
-        tensors = {"q": x.q, "dy": dy, "f": x.f, "e": x.z, "dfinal": dmemory, "adjoints": found}
+        k, v, w = (x.k, x.v, x.w) if dy is None else (x.q, dy, None)
+        found = v.new_empty((1 << self.sides, *v.shape[:2], K, V), dtype=torch.float32)
+        tensors = {"k": k, "v": v, "f": x.f, "e": x.z, "w": w, "memory": memory, "adjoints": found}
+        if dy is not None:
+            tensors["dfinal"] = tensors.pop("memory")
 
         def describe() -> Kernel:
             defines = {
                 "FW_IN": TYPES[linear.dtype],
                 "FW_K": linear.key,
                 "FW_V": block.value,
-                "FW_W": 0,
+                "FW_W": int(w is not None),
                 "FW_SUMS": 0,
+                "FW_ADJOINT": int(dy is not None),
                 "FW_KEYS": int(x.f is not None),
                 "FW_VALUES": int(x.z is not None),
                 "FW_PRECISION": PRECISIONS[linear.precision],
@@ -213,8 +219,8 @@ class Adjoint(NamedTuple):
                 **map_defines(linear.row_map, linear.row),
                 "FW_SHARED": self.bytes(x.f is not None, x.z is not None),
             }
-            grid, sizes = (dy.shape[0] * dy.shape[1], linear.tiles(block)), sizes_of(x.q, K, V) | {"part": self.part}
-            return Kernel("decay_adjoint.cu", "decay_adjoint", defines, grid, (32 * block.warps,), defines["FW_SHARED"], sizes)
+            grid, sizes = (v.shape[0] * v.shape[1], linear.tiles(block)), sizes_of(k, K, V) | {"part": self.part}
+            return Kernel("decay_walk.cu", "decay_walk", defines, grid, (32 * block.warps,), defines["FW_SHARED"], sizes)
 
         start(launcher, OF_ROWS, (self,), tensors, describe)
         return found
@@ -240,8 +246,10 @@ def forward(launcher: Launcher, x: Operands, keep: bool = True) -> Results:
     y, final = torch.empty_like(x.v), x.q.new_empty((*x.q.shape[:2], kernel.key, kernel.value), dtype=torch.float32)
     saved = tuple([x.q.new_empty(shape, dtype=dtype) for shape, dtype in kernel.saved_like(x.q)]) if keep else ()
     tensors = {"q": x.q, "k": x.k, "v": x.v, "f": x.f, "z": x.z, "w": x.w, "y": y}
-    memories = {"memory": x.memory, "final_memory": final, "borders": saved[0] if keep else None}
-    kernel.launch(launcher, False, tensors | memories)
+    walk = Walk.of(kernel, launcher, x.v, kernel.ahead)
+    begun = None if walk is None else walk.launch(launcher, x, x.memory)
+    memories = {"memory": x.memory, "final_memory": final, "borders": saved[0] if keep else None, "dmemory": begun}
+    kernel.launch(launcher, False, tensors | memories, 0 if walk is None else walk.sides)
     return y, final, saved
 
 
@@ -250,17 +258,17 @@ def backward(launcher: Launcher, x: Operands, saved: Sequence[Tensor], dy: Tenso
     kernel = DecayKernel.of(x)
     inputs = {"q": x.q, "k": x.k, "v": x.v, "f": x.f, "z": x.z, "w": x.w}
     grads = {f"d{name}": torch.empty_like(part) for name, part in inputs.items() if part is not None}
-    adjoint = Adjoint.of(kernel, launcher, dy)
-    if adjoint is None:
+    walk = Walk.of(kernel, launcher, dy, kernel.back)
+    if walk is None:
         before = x.q.new_empty((1, *x.q.shape[:2], kernel.key, kernel.value), dtype=torch.float32)
     else:
-        before = adjoint.launch(launcher, x, dy, dmemory)
+        before = walk.launch(launcher, x, dmemory, dy)
     tiles = -(-kernel.value // kernel.back.V)
     of_tiles = {name: grad for name, grad in grads.items() if name in SHARES and name != "dw"}
     of_warps = {} if x.w is None else {"dw": grads["dw"]}
     shares, strengths = shares_of(of_tiles, tiles), shares_of(of_warps, tiles * kernel.back.v_warps)
     memories = {"memory": x.memory, "borders": saved[0], "dfinal": dmemory, "dmemory": before}
-    sides = 0 if adjoint is None else adjoint.sides
+    sides = 0 if walk is None else walk.sides
     kernel.launch(launcher, True, inputs | grads | {"dy": dy} | shares | strengths | memories, sides)
     add_up(of_tiles, shares, tiles)
     add_up(of_warps, strengths, tiles * kernel.back.v_warps)

@@ -80,6 +80,7 @@ class ErasingKernel(NamedTuple):
     width: int  # of the features
     row_map: RowMap
     held: int  # bytes of shared memory
+    ahead: bool = False  # whether more warps find what does not depend on the memory, a span ahead
 
     @property
     def operand(self) -> torch.dtype:
@@ -157,6 +158,7 @@ class ErasingKernel(NamedTuple):
                 "FW_SPAN": self.tiling.part if name == "backward" else self.tiling.span,
                 "FW_PART": self.tiling.part,
                 "FW_SIDES": int(parts > 1),
+                "FW_AHEAD": int(self.ahead and name != "backward"),
                 "FW_PARTIAL": int(self.tiles > 1),
                 "FW_SHARED": shared,
                 **more,
@@ -165,7 +167,8 @@ class ErasingKernel(NamedTuple):
             source = f"{family}.cu" if name == "forward" else f"{kernel}.cu"
             grid = (q.shape[0] * q.shape[1], self.tiles, *[parts] * (parts > 1))
             sizes = sizes_of(q, self.width, values.shape[3]) | {"part": part}
-            return Kernel(source, kernel, defines, grid, (32 * self.warps,), shared, sizes)
+            warps = self.warps + defines["FW_AHEAD"] * self.tiling.span // CHUNK
+            return Kernel(source, kernel, defines, grid, (32 * warps,), shared, sizes)
 
         start(launcher, OF_ROWS, (type(self), self, name, part), tensors, describe)
 
@@ -197,6 +200,12 @@ class DeltaKernel(ErasingKernel):
             kernel = kernel._replace(tiling=kernel.tiling._replace(part=CHUNK))
         return kernel
 
+    def where_idle(self, launcher: Launcher, v: Tensor) -> DeltaKernel:
+        """The same, with warps that are ahead where half of the device would be idle."""
+        ahead = self._replace(ahead=self.tiling.ksplit == 1 and self.row_map == AS_IS)
+        few = 2 * v.shape[0] * v.shape[1] * self.tiles <= launcher.processors(v.device)
+        return ahead if few and max(ahead.forward_bytes(), ahead.adjoint_bytes()) <= self.held else self
+
     def raw(self, rows: int) -> tuple[int, int, torch.dtype]:
         """The tile of so many rows of q and k before the feature map."""
         unit = 16 // self.dtype.itemsize
@@ -206,15 +215,16 @@ class DeltaKernel(ErasingKernel):
     def forward_bytes(self) -> int:
         """sizeof(ForwardShared), which the kernel asserts."""
         span, value, key, operand = self.tiling.span, self.tiling.value, self.key, self.operand
-        staged = [(4 * span, key, operand)] if self.row_map == AS_IS else [self.raw(2 * span), (2 * span, key, operand)]
-        solved = (span, CHUNK, FP32), (span, CHUNK, operand)
-        sums = self.sums_bytes(4) + self.exponents_bytes(span // CHUNK)
-        return sums + tile_bytes(*staged, (2 * span, value, self.dtype), *solved) + 48 * span
+        rows, stages = (2 * span, key, operand), 2 + self.ahead
+        stage = tile_bytes(rows if self.row_map == AS_IS else self.raw(span), (span, value, self.dtype)) + 24 * span
+        prepared = tile_bytes((span, CHUNK, FP32), (span, CHUNK, operand)) + self.exponents_bytes(span // CHUNK)
+        features = 0 if self.row_map == AS_IS else tile_bytes(rows)
+        return stages * stage + features + (1 + self.ahead) * prepared + self.sums_bytes(4)
 
     @remembered
     def adjoint_bytes(self) -> int:
         """sizeof(BackwardShared) in delta_adjoint.cu, which the kernel asserts."""
-        rows = 2 * self.tiling.span, self.tiling.value
+        rows = (2 + self.ahead) * self.tiling.span, self.tiling.value
         values = tile_bytes((*rows, self.operand)) - tile_bytes((*rows, self.dtype))
         return self.forward_bytes() + values + self.sums_bytes(2) - self.sums_bytes(4)
 
@@ -270,12 +280,12 @@ def saved_like(x: Operands) -> list[tuple[tuple[int, ...], torch.dtype]]:
 
 def forward(launcher: Launcher, x: Operands, keep: bool = True) -> Results:
     """``Family.forward``."""
-    return DeltaKernel.of(x).run_forward(launcher, x, keep)
+    return DeltaKernel.of(x).where_idle(launcher, x.v).run_forward(launcher, x, keep)
 
 
 def backward(launcher: Launcher, x: Operands, saved: Sequence[Tensor], dy: Tensor, dmemory: Tensor | None) -> Gradients:
     """``Family.backward``."""
-    return DeltaKernel.of(x).run_backward(launcher, x, saved, dy, dmemory)
+    return DeltaKernel.of(x).where_idle(launcher, x.v).run_backward(launcher, x, saved, dy, dmemory)
 
 
 FAMILY = Family(("f per token", "e per token", "w per token"), ("e per token",), supported, saved_like, forward, backward)
