@@ -54,7 +54,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) channel_delta_forward(c
         const bool near = prepare(span, p.T - t0, p.K, 0.f);
         for (int c = 0; c < CHUNKS && t0 + c * C < p.T; c++) {
             const int t = c * C, row = t * KEY_ROW;
-            if (p.borders && (t0 + t) % FW_PART == 0) save_border(w, border(p, at, (t0 + t) / FW_PART));
+            if (p.borders && (t0 + t) % FW_PART == 0 && has_memory(p, t0 + t)) save_border(w, border(p, at, (t0 + t) / FW_PART));
             const Chunk chunk = {s.q + row, shared.p + row, s.k + row, s.v + t * INPUT_ROW, shared.scores[c], shared.inverse[c],
                                  s.g.w + t, nullptr,        s.g.e + t, nullptr, nullptr};
             float u[2][4], y[2][4];
@@ -68,5 +68,5 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) channel_delta_forward(c
         __syncwarp();
         if (at.has_first_rows()) store_columns<FW_SPAN>(s.v + at.local(), p.y, at.b, at.h, t0, p.T, at.column, p.V);
     }
-    store_memory(w, p.final, at, p);
+    if (p.final) store_memory(w, p.final, at, p);
 }

@@ -21,7 +21,7 @@ __device__ __forceinline__ void take_back(const Part& part, const Params& p, con
     BackwardShared& s = part.s;
     float w[TILES][4];
     int exponent = 0;  // of products in fp16
-    load_border(w, border(p, at, t0 / FW_PART));
+    load_border(w, has_memory(p, t0) ? border(p, at, t0 / FW_PART) : nullptr);
     for (int c = 0; c < CHUNKS; c++) {
         float u[2][4], y[2][4];
         Left<P> written;

@@ -26,7 +26,7 @@ struct Params {
     Tensor q, k, v, f, z, w, y;
     Tensor dy, dq, dk, dv, df, dz, dw;
     const float* memory;    // (B,H,K,V)
-    float* final_memory;    // (B,H,K,V)
+    float* final_memory;    // (B,H,K,V), or null
     float* borders;         // (B,H,parts-1,K,V): memory before each part but the first; null where no backward follows
     const float* dfinal;    // (B,H,K,V)
     float* dmemory;         // (sides,B,H,K,V), in the forward memories

@@ -286,7 +286,7 @@ extern "C" __global__ void __launch_bounds__(FW_WARPS * 32, FW_BLOCKS) decay_for
             by_side<true>(p, s, [&](const auto& job) { sum_y(p, s, job, start); });
         }
     }
-    if (end < p.T) return;
+    if (end < p.T || !p.final_memory) return;
     __syncthreads();
     if (is_owner()) {
         memory.scale(s.scales, Scales::LEFT + ((p.T + FW_CHUNK - 1) / FW_CHUNK + 1 & 1));

@@ -88,7 +88,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) delta_forward(const Par
             float u[2][4], y[2][4];
             Left<P> written;
             const auto save = [&](int token) {
-                if (!p.borders || token % FW_PART != 0) return;
+                if (!p.borders || token % FW_PART != 0 || !has_memory(p, token)) return;
                 save_border(w, border(p, at, token / FW_PART));
                 if (P == F16 && at.has_first_rows() && at.lane == 0) *border_exponent(p, at, token / FW_PART) = exponent;
             };
@@ -102,7 +102,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) delta_forward(const Par
         __syncwarp();
         if (at.has_first_rows()) store_columns<FW_SPAN>(s.v + at.local(), p.y, at.b, at.h, t0, p.T, at.column, p.V);
     }
-    if (at.is_ahead()) return;
+    if (at.is_ahead() || !p.final) return;
     if (any_exponent(exponent)) scale_by(w, power(-exponent));
     store_memory(w, p.final, at, p);
 }

@@ -43,10 +43,11 @@ __device__ __forceinline__ void load_part(Stage& s, const Params& p, const First
 }
 
 // A lane's share of a memory to where the same lane reads it.
-__device__ __forceinline__ void copy_border(BackwardShared& s, const Place& at, int t0) {
+__device__ __forceinline__ void copy_border(BackwardShared& s, const Params& p, const Place& at, int t0) {
     const uint4* from = border_from(s.first, at, t0 / FW_PART);
+    const int bytes = has_memory(p, t0) ? 16 : 0;
 #pragma unroll
-    for (int i = 0; i < UNITS; i++) cp_async16(s.border + (at.warp * UNITS + i) * 32 + at.lane, from + i * 32);
+    for (int i = 0; i < UNITS; i++) cp_async16(s.border + (at.warp * UNITS + i) * 32 + at.lane, from + i * 32, bytes);
 }
 
 // Where shared memory has no room for two parts, the next one is brought into the L2 cache.
@@ -63,7 +64,7 @@ __device__ __forceinline__ void prefetch_part(const Params& p, const DeltaFirsts
 }
 
 __device__ __forceinline__ int load_exponent(const Params& p, const Place& at, int t0) {
-    return P == F16 ? *border_exponent(p, at, t0 / FW_PART) : 0;
+    return P == F16 && has_memory(p, t0) ? *border_exponent(p, at, t0 / FW_PART) : 0;
 }
 
 // The part forward from its saved memory, which has the exponent `next`: U and the memory before each chunk.
@@ -75,9 +76,9 @@ __device__ __forceinline__ void run_forward(const Part& part, const Params& p, c
     if (more) next = load_exponent(p, at, t0 - FW_PART);
     if constexpr (ROOMY) {
         load_border(w, s.border + at.warp * UNITS * 32 + at.lane);
-        if (more) copy_border(s, at, t0 - FW_PART);
+        if (more) copy_border(s, p, at, t0 - FW_PART);
     } else {
-        load_border(w, border_from(s.first, at, t0 / FW_PART));
+        load_border(w, has_memory(p, t0) ? border_from(s.first, at, t0 / FW_PART) : nullptr);
     }
 #if FW_PRECISION == F16
 #pragma unroll
@@ -168,7 +169,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) delta_backward(const Pa
     load_memory(dw, own.final ? p.dfinal : adjoint_of(p.adjoints, p.K * p.V), at, p);
     __syncthreads();
     load_part(s.stage[0], p, s.first, last);
-    if (ROOMY) copy_border(s, at, last);
+    if (ROOMY) copy_border(s, p, at, last);
     wait_for(s.stage[0]);
     __syncthreads();
     if (ROOMY && last > own.begin) load_part(s.stage[1], p, s.first, last - FW_PART);

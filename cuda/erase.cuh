@@ -148,11 +148,12 @@ __device__ __forceinline__ void save_border(const float (&w)[TILES][4], uint4* s
     }
 }
 
+// The same back; 0 of null.
 __device__ __forceinline__ void load_border(float (&w)[TILES][4], const uint4* saved) {
 #pragma unroll
     for (int i = 0; i < UNITS; i++) {
 #if FW_PRECISION == BF16 || FW_PRECISION == F16
-        const uint4 all = saved[i * 32];
+        const uint4 all = saved ? saved[i * 32] : make_uint4(0, 0, 0, 0);
         const unsigned x[4] = {all.x, all.y, all.z, all.w};
 #pragma unroll
         for (int j = 0; j < 4; j++) {
@@ -160,7 +161,7 @@ __device__ __forceinline__ void load_border(float (&w)[TILES][4], const uint4* s
             w[2 * i + j / 2][j % 2 * 2] = both.x, w[2 * i + j / 2][j % 2 * 2 + 1] = both.y;
         }
 #else
-        const float4 all = *(const float4*)(saved + i * 32);
+        const float4 all = saved ? *(const float4*)(saved + i * 32) : make_float4(0.f, 0.f, 0.f, 0.f);
         w[i][0] = all.x, w[i][1] = all.y, w[i][2] = all.z, w[i][3] = all.w;
 #endif
     }

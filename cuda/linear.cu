@@ -167,7 +167,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) linear_forward(const Pa
 #endif
         if (FW_F) multiply_gates(products, s.f, p.T - t0);
         if (p.borders && t0 % FW_PART == 0) {
-            save_border(memory, p, at, t0, scale);
+            if (has_memory(p, t0)) save_border(memory, p, at, t0, scale);
             if (FW_SUMS) save_sums(sums, p, at, t0);
         }
         for (int job = at.warp; job < BLOCKS * GROUPS; job += WARPS) {
@@ -183,6 +183,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) linear_forward(const Pa
         if (FW_SUMS) n.write(k, total, left);
         __syncwarp();
     }
-    store_memory(w, p.final, at, p);
+    if (p.final) store_memory(w, p.final, at, p);
     if (FW_SUMS) n.store(p.final_sums, p, at);
 }

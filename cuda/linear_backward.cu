@@ -34,10 +34,10 @@ __device__ __forceinline__ void load_stage(Stage& s, const Params& p, const Plac
     load_rows<C>(s.q, s.k, p, at.b, at.h, t0);
     load_tile<In, Op, C, FW_V>(s.v, p.v, at.b, at.h, t0, p.T, blockIdx.y * FW_V, p.V);
     load_tile<In, Op, C, FW_V>(s.dy, p.dy, at.b, at.h, t0, p.T, blockIdx.y * FW_V, p.V);
-    load_border(s.memory, border(p, at, t0 / C, (p.T + C - 1) / C), border_rows(p));
+    load_border(s.memory, border(p, at, t0 / C, (p.T + C - 1) / C), has_memory(p, t0) ? border_rows(p) : 0);
     load_gates(s.f, s.w, p, at, t0);
 #if FW_PRECISION == F16
-    if (threadIdx.x == 0) cp_async4(s.scale, border_scale(p, at, t0 / C, (p.T + C - 1) / C));
+    if (threadIdx.x == 0) cp_async4(s.scale, border_scale(p, at, t0 / C, (p.T + C - 1) / C), has_memory(p, t0) ? 4 : 0);
 #endif
 #if FW_SUMS
     load_sums(s, p, at, t0);

@@ -45,6 +45,9 @@ __device__ __forceinline__ float* adjoint_of(float* all, int size, int part = bl
 #define FW_SIDES 0  // 1 where blocks along the third dimension take p.part tokens each
 #endif
 
+// Whether there is a memory before token t: zeros are neither saved nor read.
+__device__ __forceinline__ bool has_memory(const Params& p, int t) { return t > 0 || p.memory; }
+
 // The token at which a part begins, and its place among all parts but the first; the last one with LAST, without a division.
 template <bool LAST>
 struct Border {

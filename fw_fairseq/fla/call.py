@@ -81,7 +81,8 @@ def compute(
         y, after = one_token(q, k, v, before.memory, **opened)  # of generation: the call of the operation would take longest
     else:
         eps = NORMALISER_EPS if normalize else None
-        y, after = fast_weight(q, k, v, rule, opened, before, attention_norm=normalize, eps=eps, cu_seqlens=cu_seqlens)
+        norm: Any = {"attention_norm": normalize, "eps": eps}
+        y, after = fast_weight(q, k, v, rule, opened, before, cu_seqlens=cu_seqlens, keep_state=output_final_state, **norm)
     y = y.transpose(1, 2)
     return (y.flip(1) if reverse else y), given_back(after, state_v_first, backwards) if output_final_state else None
 

@@ -63,7 +63,7 @@ class FastWeight(Watched, Mixer):
     and a gate is their sigmoid.
     """
 
-    state_type, takes_source = FastWeightState, True
+    state_type, takes_source, takes_keep_state = FastWeightState, True, True
     settings = (
         "update_rule", "feature_map", "feature_dim", "feature_norm", "attention_norm", "attention_norm_of", "dpfp_nu",
         "favor_features", "favor_prescale", "write_strength_init", "product_steps", "negative_eigenvalues", "key_heads",
@@ -208,6 +208,7 @@ class FastWeight(Watched, Mixer):
         group: Any = None,
         source: Tensor | None = None,
         shared: dict[str, Tensor] | None = None,
+        keep_state: bool = True,
     ) -> tuple[Tensor, FastWeightState]:
         read = x if source is None else source
         made = self.operands(read, state, padding_mask, reset_mask)
@@ -217,10 +218,10 @@ class FastWeight(Watched, Mixer):
         y, state = fast_weight(
             q, k, v.to(q.dtype), self.rule_name, gates, state, self.backend, self.attention_norm, self.feature_map.eps,
             padding_mask=padding_mask, key_log_scale=key_log_scale, reset_mask=reset_mask, feature_map=self.row_map,
-            decoding=decoding, group=group, attention_norm_of=self.attention_norm_of,
+            decoding=decoding, group=group, attention_norm_of=self.attention_norm_of, keep_state=keep_state or self.notes(),
         )  # fmt: skip
         self.note_statistics(gates, state, padding_mask)
-        return self.output(y.to(v.dtype), made, v), state._replace(**kept) if kept else state
+        return self.output(y.to(v.dtype), made, v), state._replace(**kept) if kept and state is not None else state
 
     def operands(
         self,

@@ -79,7 +79,13 @@ def choose(inputs: Inputs) -> Choice:
         z, e = inputs.coefficients.z, inputs.coefficients.e
         stepwise = inputs.backend != "chunkwise" and (inputs.q.shape[2] == 1 or (z is not None and e is not None))
         form = step_form if stepwise else chunk_form
-    given = inputs.q, inputs.k, inputs.v, inputs.coefficients, inputs.state.memory
+    given = (
+        inputs.q,
+        inputs.k,
+        inputs.v,
+        inputs.coefficients,
+        inputs.state.memory.contiguous() if inputs.empty else inputs.state.memory,
+    )
     return Choice(partial(form, *given), reason=reason)
 
 
@@ -98,7 +104,9 @@ def choose_kernel(inputs: Inputs, divided: Divided | None = None) -> Choice:
     q, k, v, coefficients, row_map = inputs.q, inputs.k, inputs.v, inputs.coefficients, inputs.row_map
     if reason := why_not_run(q, v) or why_no_map(row_map):
         return Choice(tuple, reason=reason)
-    x = Operands(q, k, v, *coefficients, inputs.state.memory, choose_precision(v.dtype), row_map, divided)
+    memory = None if inputs.empty else inputs.state.memory
+    precision = "tf32" if inputs.half and v.dtype == torch.float32 else choose_precision(v.dtype)
+    x = Operands(q, k, v, *coefficients, memory, precision, row_map, divided, inputs.ends)
     if q.shape[2] == 1 and not needs_gradient(*x[:8], inputs.state.normaliser):
         reason = unsupported(q, coefficients, row_map)
         if reason is None or divided is not None:
@@ -124,11 +132,14 @@ def run_divided(inputs: Inputs, least: float) -> tuple[Tensor, FastWeightState] 
     state = inputs.state
     if not inputs.kernels or inputs.group is not None or isinstance(state.memory, Factors):
         return None
-    choice = choose_kernel(inputs, Divided(inputs.eps, least, state.normaliser))
+    dtype = inputs.v.dtype
+    if dtype == torch.float16:
+        inputs = inputs._replace(q=inputs.q.float(), k=inputs.k.float(), v=inputs.v.float())
+    choice = choose_kernel(inputs, Divided(inputs.eps, least, None if inputs.empty else state.normaliser))
     if choice.reason is not None:
         return None
     y, memory, sums = choice.run()
-    return y, state._replace(memory=memory, normaliser=sums)
+    return y.to(dtype), state._replace(memory=memory, normaliser=sums)
 
 
 def run_on_workers(inputs: Inputs) -> tuple[Tensor, Tensor]:

@@ -38,6 +38,9 @@ class Inputs(NamedTuple):
     kernels: bool  # whether kernels are asked for: by the backend, or because the device has them
     coefficients: Coefficients = Coefficients()
     limits: list[int] | None = None  # where packed texts begin and end
+    empty: bool = False  # whether the memories are zeros, of which kernels read none
+    ends: bool = True  # whether the memory after the last token is asked for
+    half: bool = False  # whether the caller's q, k and v are in fp16: what is made of them in fp32 is multiplied in tf32
 
 
 def fill(x: Tensor, mask: Tensor, value: float) -> Tensor:

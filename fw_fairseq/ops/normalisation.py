@@ -55,7 +55,8 @@ def finish(y: Tensor, memory: Tensor, sums: Sums, inputs: Inputs) -> tuple[Tenso
     if read is None:
         width = inputs.v.shape[3]
         y, read = y[..., :width], y[..., width : width + 1]
-        memory, normaliser = memory[..., :width], memory[..., width]
+        if inputs.ends:
+            memory, normaliser = memory[..., :width], memory[..., width]
     return divide(y, read, inputs.eps).to(inputs.v.dtype), inputs.state._replace(memory=memory, normaliser=normaliser)
 
 
@@ -83,7 +84,10 @@ def start_with_writes(inputs: Inputs) -> tuple[Inputs, Sums]:
         read, n = step_form(inputs.q, inputs.k, torch.ones_like(v[..., :1]), inputs.coefficients, state.normaliser.unsqueeze(-1))
         return inputs._replace(v=v), Sums(read, n.squeeze(-1))
     columns = UNIT - width % UNIT if inputs.kernels else 1  # equal ones, of which one is read
-    memory = torch.cat([state.memory, state.normaliser.unsqueeze(-1).expand(-1, -1, -1, columns)], dim=-1)
+    if inputs.empty:
+        memory = state.memory[..., :1].expand(-1, -1, -1, width + columns)
+    else:
+        memory = torch.cat([state.memory, state.normaliser.unsqueeze(-1).expand(-1, -1, -1, columns)], dim=-1)
     return inputs._replace(v=F.pad(v, (0, columns), value=1.0), state=state._replace(memory=memory)), Sums()
 
 
@@ -127,6 +131,7 @@ def sum_keys_in_kernels(inputs: Inputs) -> tuple[Tensor, Tensor | None, Tensor] 
     f = None if resets is None else fill(one[..., 0], resets, 0)
     memory = normaliser.unsqueeze(-1).expand(*normaliser.shape, UNIT)
     sums = inputs._replace(q=q, k=k, v=one, coefficients=Coefficients(f=f), state=FastWeightState(memory))
+    sums = sums._replace(ends=True, half=False)  # a small divisor shows every rounding
     if not choose(sums).is_kernel:
         return None
     read, after = run(sums)

@@ -47,6 +47,7 @@ def fast_weight(
     group: distributed.ProcessGroup | None = None,
     attention_norm_of: str = READ_AND_ERASE,
     cu_seqlens: Tensor | None = None,
+    keep_state: bool = True,
 ) -> tuple[Tensor, FastWeightState]:
     """Fast weights: a memory of each head that every token first writes into and then reads, in time linear in the tokens.
 
@@ -88,6 +89,7 @@ def fast_weight(
         cu_seqlens: (N+1), int32 or int64, from 0 to T: B is 1, and the row holds N texts one after the other, text i from token
             cu_seqlens[i] to before cu_seqlens[i + 1]. Each has a memory of its own: B of the states is N, for ``state`` too. A
             text without tokens leaves its state as it is. The numbers are read, which waits for a GPU and ends a compiled graph.
+        keep_state: False where no call continues from this one: the state is then None, and kernels do not write it.
 
     Returns:
         y: (B,H,T,V), in v's dtype.
@@ -115,7 +117,7 @@ def fast_weight(
     launcher = launcher_for(q) if q.__class__ in PLAIN or isinstance(q, Tensor) else None
     key = None
     if launcher is not None and padding_mask is reset_mask is key_log_scale is group is cu_seqlens is None and not is_watched():
-        options = launcher, rule, backend, attention_norm, eps, feature_map, decoding, attention_norm_of
+        options = launcher, rule, backend, attention_norm, eps, feature_map, decoding, attention_norm_of, keep_state
         key = key_of(q, k, v, gates, state, options)
     try:
         plan = PLANS[key]
@@ -128,7 +130,9 @@ def fast_weight(
         group, attention_norm_of, cu_seqlens, launcher is not None,
     )  # fmt: skip
     if inputs.limits is not None:
-        return run_packed(fast_weight, rule, inputs, inputs.limits)
+        y, state = run_packed(fast_weight, rule, inputs, inputs.limits)
+        return returned(y, state, keep_state)
+    inputs = inputs._replace(ends=keep_state or group is not None, half=v.dtype == torch.float16)
     if key is not None and (plan is not None or key not in PLANS):
         plan = remember(PLANS, key, find_plan(inputs))
         if plan is not None:
@@ -146,7 +150,8 @@ def fast_weight(
         if padding_mask is not None:
             inputs = hide_padding(inputs)
         if inputs.rule.step is not None:
-            return run_own_form(inputs)
+            y, state = run_own_form(inputs)
+            return returned(y, state, keep_state)
         inputs = with_coefficients(inputs)
         if attention_norm:
             y, state = normalisation.run_normalised(inputs)
@@ -155,7 +160,12 @@ def fast_weight(
             state = inputs.state._replace(memory=memory)
     if inputs.padding_mask is not None and inputs.row_map != AS_IS:
         y = fill(y, inputs.padding_mask, 0)
-    return y if writes == 1 else y[:, :, writes - 1 :: writes], state
+    return returned(y if writes == 1 else y[:, :, writes - 1 :: writes], state, keep_state)
+
+
+def returned(y: Tensor, state: Any, keep_state: bool) -> tuple[Tensor, Any]:
+    """With the state if it is asked for."""
+    return y, state if keep_state else None
 
 
 def maps_inside(inputs: Inputs) -> bool:
@@ -175,12 +185,15 @@ def start(inputs: Inputs) -> Inputs:
     sizes = (*inputs.q.shape[:2], inputs.width, inputs.v.shape[3])
     given: Any = {"device": inputs.q.device, "dtype": inputs.dtype}
     factored = takes_factors and inputs.decoding and inputs.backend == "auto" and not inputs.kernels
+    empty = inputs.kernels and inputs.group is None and inputs.q.shape[2] > 1
+    memory = torch.zeros((), **given).expand(sizes) if empty else torch.zeros(sizes, **given)
     return inputs._replace(
+        empty=empty,
         state=FastWeightState(
-            no_factors(*sizes, **given) if factored else torch.zeros(sizes, **given),
+            no_factors(*sizes, **given) if factored else memory,
             torch.zeros(sizes[:3], **given) if inputs.attention_norm else None,
             None if inputs.key_log_scale is None else torch.full(sizes[:2], -torch.inf, **given),
-        )
+        ),
     )
 
 

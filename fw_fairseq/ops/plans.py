@@ -37,6 +37,7 @@ class Plan(NamedTuple):
     row_map: RowMap  # and one that they do
     eps: float
     least: float  # 0 where reads are not divided
+    ends: bool
 
 
 PLANS: dict[Any, Plan | None] = {}  # None for kinds of which more is to be done
@@ -65,7 +66,7 @@ def find_plan(inputs: Inputs) -> Plan | None:
     eps, least = (inputs.eps, max(inputs.eps, EPS)) if divided else (0.0, 0.0)
     for row_map, before in ((inputs.row_map, AS_IS), (AS_IS, inputs.row_map)):
         if row_map == AS_IS or rule.simple:
-            plan = Plan(rule, "", convert, before, row_map, eps, least)
+            plan = Plan(rule, "", convert, before, row_map, eps, least, inputs.ends)
             with torch.no_grad(), without_autocast(inputs.q.device.type):
                 q, k, v, coefficients, _ = prepared(plan, inputs.q, inputs.k, inputs.v, inputs.gates)
             divisor = Divided(eps, least, None) if divided else None
@@ -114,9 +115,12 @@ def run_plan(
         memory, sums = memory.contiguous(), None if sums is None else sums.contiguous()
     keep = needs_gradient(*rows, memory, sums)
     scan = FUNCTIONS["scan"] if keep else OPERATORS["scan"]
-    settings = plan.eps, plan.least, plan.family, recurrence.choose_precision(v.dtype), keep
+    settings = plan.eps, plan.least, plan.family, recurrence.choose_precision(v.dtype), keep, plan.ends
     y, memory, sums, _ = scan(*rows, memory, sums, *settings, *plan.row_map)
     if plan.rule.skip is not None:
         y = skip(plan.rule, gates, y, own)
     sums = sums if plan.least else None
-    return y, FastWeightState(memory, sums) if state is None else state._replace(memory=memory, normaliser=sums)
+    after: Any = None
+    if plan.ends:
+        after = FastWeightState(memory, sums) if state is None else state._replace(memory=memory, normaliser=sums)
+    return y, after

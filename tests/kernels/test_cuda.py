@@ -80,9 +80,9 @@ def operands(rule: str, shape=SHAPE, dtype=torch.float32):
 @pytest.mark.cases_in_ci(1)
 @pytest.mark.parametrize("rule", KERNEL_RULES)
 def test_opcheck(stand_in, rule):
-    torch.library.opcheck(torch.ops.fw_fairseq.scan.default, (*operands(rule), *NOT_DIVIDED, "all", "exact", True, *AS_IS))
+    torch.library.opcheck(torch.ops.fw_fairseq.scan.default, (*operands(rule), *NOT_DIVIDED, "all", "exact", True, True, *AS_IS))
     inputs = [None if x is None else x.detach() for x in operands(rule)]
-    torch.library.opcheck(torch.ops.fw_fairseq.scan.default, (*inputs, *NOT_DIVIDED, "all", "exact", False, *AS_IS))
+    torch.library.opcheck(torch.ops.fw_fairseq.scan.default, (*inputs, *NOT_DIVIDED, "all", "exact", False, True, *AS_IS))
     dy, dmemory = torch.randn_like(inputs[2]), torch.randn_like(inputs[7])
     given = (*inputs, [inputs[7] + 1], None, dy, dmemory, *NOT_DIVIDED, "all", "exact", *AS_IS)
     torch.library.opcheck(torch.ops.fw_fairseq.scan_backward.default, given)
@@ -92,7 +92,7 @@ def test_opcheck_with_a_map(stand_in):
     q, k, *rest, memory = operands("gated")
     memory = torch.randn(*SHAPE[:2], 4 * SHAPE[3], SHAPE[4]).requires_grad_()
     torch.library.opcheck(
-        torch.ops.fw_fairseq.scan.default, (q, k, *rest, memory, *NOT_DIVIDED, "all", "exact", True, "dpfp", 2, "sum")
+        torch.ops.fw_fairseq.scan.default, (q, k, *rest, memory, *NOT_DIVIDED, "all", "exact", True, True, "dpfp", 2, "sum")
     )
 
 

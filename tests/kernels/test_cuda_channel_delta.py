@@ -216,9 +216,8 @@ def test_nothing_past_a_row_that_all_tokens_share(one_thread):
 def test_symbolic_shapes(emulate):
     emulate()
     *x, memory = draw((1, 2, 17, 32, 32)).values()
-    torch.library.opcheck(
-        torch.ops.fw_fairseq.scan.default, (*x, memory.requires_grad_(), None, 0.0, 0.0, "channel_delta", "exact", True, *AS_IS)
-    )
+    given = *x, memory.requires_grad_(), None, 0.0, 0.0, "channel_delta", "exact", True, True, *AS_IS
+    torch.library.opcheck(torch.ops.fw_fairseq.scan.default, given)
 
 
 def sanitized() -> None:

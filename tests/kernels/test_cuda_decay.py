@@ -128,7 +128,7 @@ def test_wider_tiles_where_shared_memory_holds_them(one_thread, capability, tile
 @pytest.mark.parametrize("tokens", [70, 550])
 @pytest.mark.parametrize("absent, gates", [("z", "lone"), ("f", "near one")])
 def test_gates_of_one_side(one_thread, absent, gates, tokens):
-    """And a write strength, whose gradient is a sum over V; chunks of one round beside chunks of several. Few sequences in parts."""
+    """And a write strength, whose gradient is a sum over V; chunks of one round beside chunks of several; and in parts."""
     x = draw("decay", (1, 2, tokens, 64, 64), torch.bfloat16, gates)
     x[absent], x["w"] = None, torch.rand(1, 2, tokens)
     dy, dmemory = torch.randn_like(x["v"]), torch.randn_like(x["memory"])

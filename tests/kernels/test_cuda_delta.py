@@ -100,6 +100,23 @@ def test_few_sequences_in_parts(one_thread, dtype, policy, seed):
     assert device.calls[-1][2]["FW_SIDES"] and all(device.calls[n][2]["FW_AHEAD"] for n in (0, 1))
 
 
+@pytest.mark.parametrize(
+    "key, dtype, blocks, capability, tiles",
+    [
+        (128, BF16, 1, (9, 0), (128, 128)),
+        (128, FP16, 1, (9, 0), (128, 128)),
+        (32, BF16, 1, (9, 0), (128, 64)),  # a memory that the one has saved for the other
+        (128, BF16, 8, (9, 0), (64, 64)),  # few sequences
+        (128, BF16, 1, (8, 9), (64, 64)),
+    ],
+)
+def test_tiles_of_each_pass(one_thread, key, dtype, blocks, capability, tiles):
+    device = EmulatorLaunch("prio", 1)
+    device.blocks, device.capability = blocks, lambda _: capability
+    compare((1, 1, 100, key, 128), dtype, device)
+    assert tuple(made["FW_V"] for _, _, made in device.calls) == tiles
+
+
 def test_a_device_with_less_shared_memory(one_thread):
     """One part at a time is in shared memory there, and one chunk at a time takes its gradients."""
     device = EmulatorLaunch("prio", 1)
@@ -285,33 +302,35 @@ def launches(key: int, value: int, dtype: torch.dtype, precision: str, capabilit
     return recorder.launches
 
 
-# The narrowest and the widest key of each layout, values one column wider than a tile or two: the tiles, their width, the warps
-# that share 16 of its columns, the tokens in shared memory in the forward, the tokens between two saved memories.
+# The narrowest and the widest key of each layout, values one column wider than a tile or two. Of the forward and of the backward
+# tiles and their width; the warps that share 16 columns, the tokens in shared memory in the forward, those between saved memories.
 @pytest.mark.parametrize(
-    "dtype, key, value, layout",
+    "dtype, key, value, ahead, back, layout",
     [
-        (torch.bfloat16, 64, 65, (2, 48, 1, 64, 32)),
-        (torch.bfloat16, 65, 129, (3, 48, 1, 32, 32)),
-        (torch.bfloat16, 128, 129, (3, 48, 1, 32, 32)),
-        (torch.bfloat16, 129, 33, (2, 32, 2, 32, 16)),
-        (torch.bfloat16, 256, 33, (2, 32, 2, 32, 16)),
-        (torch.bfloat16, 257, 33, (3, 16, 4, 16, 16)),
-        (torch.bfloat16, 512, 33, (3, 16, 4, 16, 16)),
-        (torch.float32, 64, 129, (3, 48, 1, 32, 16)),
-        (torch.float32, 65, 129, (5, 32, 2, 32, 16)),
-        (torch.float32, 128, 129, (5, 32, 2, 32, 16)),
-        (torch.float32, 129, 33, (3, 16, 4, 16, 16)),
-        (torch.float32, 512, 33, (3, 16, 4, 16, 16)),
+        (torch.bfloat16, 64, 65, (1, 96), (2, 48), (1, 64, 32)),
+        (torch.bfloat16, 65, 65, (1, 96), (1, 96), (1, 64, 32)),
+        (torch.bfloat16, 65, 129, (3, 48), (3, 48), (1, 64, 32)),
+        (torch.bfloat16, 128, 129, (3, 48), (3, 48), (1, 64, 32)),
+        (torch.bfloat16, 129, 33, (2, 32), (2, 32), (2, 32, 16)),
+        (torch.bfloat16, 256, 33, (2, 32), (2, 32), (2, 32, 16)),
+        (torch.bfloat16, 257, 33, (3, 16), (3, 16), (4, 16, 16)),
+        (torch.bfloat16, 512, 33, (3, 16), (3, 16), (4, 16, 16)),
+        (torch.float32, 64, 129, (3, 48), (3, 48), (1, 32, 16)),
+        (torch.float32, 65, 129, (5, 32), (5, 32), (2, 32, 16)),
+        (torch.float32, 128, 129, (5, 32), (5, 32), (2, 32, 16)),
+        (torch.float32, 129, 33, (3, 16), (3, 16), (4, 16, 16)),
+        (torch.float32, 512, 33, (3, 16), (3, 16), (4, 16, 16)),
     ],
 )
-def test_layouts(dtype, key, value, layout):
+def test_layouts(dtype, key, value, ahead, back, layout):
     """On a device with 227 KiB."""
-    tiles, width, ksplit, span, part = layout
-    for launched in launches(key, value, dtype, PRECISION[dtype], (9, 0)):
+    ksplit, span, part = layout
+    forward, backward = launches(key, value, dtype, PRECISION[dtype], (9, 0))
+    for launched, (tiles, width), tokens in ((forward, ahead, span), (backward, back, part)):
         defines = launched.defines
         assert (defines["FW_K"], defines["FW_V"], defines["FW_KSPLIT"]) == (launch.round_up(key, 16 * ksplit), width, ksplit)
         assert (defines["FW_PART"], launched.grid, launched.threads) == (part, (1, tiles), 2 * width * ksplit)
-        assert defines["FW_SPAN"] == (span if launched.kernel == "delta_forward" else part)
+        assert defines["FW_SPAN"] == tokens
 
 
 @pytest.mark.parametrize("capability, stages", [((8, 9), 1), ((9, 0), 2)])

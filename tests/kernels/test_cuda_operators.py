@@ -34,7 +34,7 @@ def scan_inputs() -> tuple:
     x = draw_inputs(SHAPE, torch.float32)
     beta = draw_gates(RULES["delta"], SHAPE, torch.float32)["beta"]
     memory = torch.randn(*SHAPE[:2], *SHAPE[3:], requires_grad=True)
-    return x["q"], x["k"], x["v"], None, None, beta, beta, memory, *NOT_DIVIDED, "delta", "exact", True, *AS_IS
+    return x["q"], x["k"], x["v"], None, None, beta, beta, memory, *NOT_DIVIDED, "delta", "exact", True, True, *AS_IS
 
 
 def with_gradients(function, inputs) -> list[torch.Tensor]:

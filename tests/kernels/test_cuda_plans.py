@@ -6,16 +6,19 @@ import sys
 from collections import Counter
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
-from hostcuda import Recorder
+from hostcuda import EmulatorLaunch, Recorder
 from support.draws import assert_same, draw_gates, draw_inputs, run_with_gradients
+from support.emulated import emulated
 
 from fw_fairseq.errors import Mistake
 from fw_fairseq.feature_maps import RowMap
 from fw_fairseq.ops import FastWeightState, fast_weight
 from fw_fairseq.ops.kernels import launch, parameters
 from fw_fairseq.ops.kernels.compiler import Launcher
+from fw_fairseq.ops.kernels.decay import STRUCTURE
 from fw_fairseq.rules import RULES, Coefficients
 
 SHAPE = (1, 2, 37, 16, 16)
@@ -115,6 +118,26 @@ def test_the_state_of_a_later_call_goes_on(emulate):
         assert_same(run(memory, "cuda"), run(memory, "chunkwise"), 1e-4)
 
 
+@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize(
+    "rule, options",
+    [*((rule, {}) for rule in ("sum", "delta", "decay", "kda")), ("gated", DIVIDED), ("delta", DIVIDED)],
+)
+def test_memories_that_nobody_needs_are_neither_written_nor_read(rule, options, padded):
+    """The one after the last token, and one of zeros before the first."""
+    inputs, gates = draw_inputs(SHAPE, FP32, positive=True), draw_gates(RULES[rule], SHAPE, FP32)
+    mask = torch.arange(37).expand(1, 37) >= 30 if padded else None
+    call = dict(**inputs, rule=rule, gates=gates, padding_mask=mask, **options)
+    with launch.use(Recorder()) as recorder:
+        assert fast_weight(**call, keep_state=False)[1] is None
+        last, final = recorder.taken()[-1], "final_memory" if rule == "decay" else "final"
+        kind = STRUCTURE.dtype if rule == "decay" else parameters.PARAMS
+        assert {name: int(np.frombuffer(last.params, kind)[0][name]) for name in ("memory", final)} == {"memory": 0, final: 0}
+    with emulated(EmulatorLaunch()):
+        y, state = fast_weight(**call)
+        assert fast_weight(**call, keep_state=False)[0].equal(y) and (state.memory != 0).any()
+
+
 def defines(recorder) -> dict:
     return recorder.taken()[-1].defines
 
@@ -144,8 +167,6 @@ def test_gradients_of_a_later_call():
 
 
 def numbers(call) -> dict:
-    import numpy as np
-
     return np.frombuffer(call.params, parameters.PARAMS)[0]
 
 

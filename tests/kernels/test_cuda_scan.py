@@ -59,7 +59,7 @@ def test_symbolic_shapes(emulate, rule):
     family = "decay" if rule == "decay" else "linear"
     torch.library.opcheck(
         torch.ops.fw_fairseq.scan.default,
-        (q, k, v, f, z, e, w, memory.requires_grad_(), None, 0.0, 0.0, family, "exact", True, *AS_IS),
+        (q, k, v, f, z, e, w, memory.requires_grad_(), None, 0.0, 0.0, family, "exact", True, True, *AS_IS),
     )
 
 

@@ -23,9 +23,12 @@ class Watched:
         self.watched, self.keeps_state_norm = True, keeps_state_norm
         self.last_statistics, self.state_norm = dict.fromkeys(self.last_statistics), None
 
+    def notes(self) -> bool:
+        return self.training and self.watched
+
     def note_statistics(self, gates: dict[str, Tensor], state: FastWeightState, padding_mask: Tensor | None) -> None:
         """Keeps those of a watched forward in training."""
-        if self.training and self.watched:
+        if self.notes():
             self.watched, self.last_statistics = False, {**measured(self.rule, gates, state, padding_mask)}
             self.state_norm = state_norm(state) if self.keeps_state_norm else None
 

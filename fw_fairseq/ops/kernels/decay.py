@@ -155,9 +155,9 @@ class DecayKernel(NamedTuple):
 
 
 class Walk(NamedTuple):
-    """How a pass over few sequences is shared among more blocks: 2 to the power of ``sides`` for a sequence and tile of V. Each begins
-    with the memory before its tokens, in the backward with its adjoint behind them, from ``cuda/decay_walk.cu``, whose block is that
-    of ``linear``."""
+    """How a pass over few sequences is shared among more blocks: 2 to the power of ``sides`` for a sequence and tile of V. Each
+    begins with the memory before its tokens, or in the backward with its adjoint behind them, from ``cuda/decay_walk.cu``, whose
+    block is that of ``linear``."""
 
     sides: int
     part: int  # tokens of a block
@@ -193,8 +193,8 @@ class Walk(NamedTuple):
         return self.linear.walk_bytes(self.block) + 2 * (sum(gates) + 4 * chunk) + 4 * (key + value) * (chunk // 16 + 1)
 
     def launch(self, launcher: Launcher, x: Operands, memory: Tensor | None, dy: Tensor | None = None) -> Tensor:
-        """The memories from which blocks begin, (sides,B,H,K,V), or with dy their adjoints; the last one is room for ``memory``, from
-        which the walk begins."""
+        """The memories from which blocks begin, (sides,B,H,K,V), or with dy their adjoints. The walk begins with ``memory``,
+        and the last one is room for it."""
         (K, V), linear, block = x.widths, self.linear, self.block
         k, v, w = (x.k, x.v, x.w) if dy is None else (x.q, dy, None)
         found = v.new_empty((1 << self.sides, *v.shape[:2], K, V), dtype=torch.float32)
@@ -243,12 +243,18 @@ def saved_like(x: Operands) -> list[tuple[tuple[int, ...], torch.dtype]]:
 def forward(launcher: Launcher, x: Operands, keep: bool = True) -> Results:
     """``Family.forward``."""
     kernel = DecayKernel.of(x)
-    y, final = torch.empty_like(x.v), x.q.new_empty((*x.q.shape[:2], kernel.key, kernel.value), dtype=torch.float32)
+    sizes = (*x.q.shape[:2], kernel.key, kernel.value) if x.ends else 0
+    y, final = torch.empty_like(x.v), x.q.new_empty(sizes, dtype=torch.float32)
     saved = tuple([x.q.new_empty(shape, dtype=dtype) for shape, dtype in kernel.saved_like(x.q)]) if keep else ()
     tensors = {"q": x.q, "k": x.k, "v": x.v, "f": x.f, "z": x.z, "w": x.w, "y": y}
     walk = Walk.of(kernel, launcher, x.v, kernel.ahead)
     begun = None if walk is None else walk.launch(launcher, x, x.memory)
-    memories = {"memory": x.memory, "final_memory": final, "borders": saved[0] if keep else None, "dmemory": begun}
+    memories = {
+        "memory": x.memory,
+        "final_memory": final if x.ends else None,
+        "borders": saved[0] if keep else None,
+        "dmemory": begun,
+    }
     kernel.launch(launcher, False, tensors | memories, 0 if walk is None else walk.sides)
     return y, final, saved
 

@@ -38,6 +38,7 @@ from .parameters import OF_ROWS, Kernel
 CHUNK = 16
 LARGEST_KEY = 512
 FIRSTS = 112  # bytes of the addresses that the backward keeps in shared memory
+LONGEST_SPAN = 64
 FP32 = torch.float32
 SAVED = "borders", "scales"  # memories, and exponents of theirs in fp16
 
@@ -108,9 +109,10 @@ class ErasingKernel(NamedTuple):
 
     def run_forward(self, launcher: Launcher, x: Operands, keep: bool) -> Results:
         """``Family.forward``."""
-        y, final = torch.empty_like(x.v), x.q.new_empty((*x.q.shape[:2], self.width, x.v.shape[3]), dtype=torch.float32)
+        sizes = (*x.q.shape[:2], self.width, x.v.shape[3]) if x.ends else 0
+        y, final = torch.empty_like(x.v), x.q.new_empty(sizes, dtype=torch.float32)
         saved = tuple([x.q.new_empty(shape, dtype=dtype) for shape, dtype in self.saved_like(x.q)]) if keep else ()
-        tensors = dict(q=x.q, k=x.k, v=x.v, f=x.f, e=x.e, w=x.w, y=y, memory=x.memory, final=final)
+        tensors = dict(q=x.q, k=x.k, v=x.v, f=x.f, e=x.e, w=x.w, y=y, memory=x.memory, final=final if x.ends else None)
         self.launch(launcher, "forward", tensors | dict(zip(SAVED, saved)))
         return y, final, saved
 
@@ -122,7 +124,8 @@ class ErasingKernel(NamedTuple):
         grads = {f"d{name}": torch.empty_like(part) for name, part in inputs.items() if part is not None}
         shares = shares_of(grads, self.tiles)
         dv, before = torch.empty_like(x.v), None if x.memory is None else torch.empty_like(x.memory)
-        rows, ends, part = {"v": x.v, "dy": dy, "dv": dv}, {"dfinal": dmemory, "dmemory": before}, self.tokens_of_part(launcher, dy)
+        rows, part = {"v": x.v, "dy": dy, "dv": dv}, self.tokens_of_part(launcher, dy)
+        ends = {"memory": x.memory, "dfinal": dmemory, "dmemory": before}
         if part < dy.shape[2]:
             ends["adjoints"] = self.adjoints(launcher, inputs | {"dy": dy, "dfinal": dmemory}, part)
         self.launch(launcher, "backward", inputs | shares | rows | ends | dict(zip(SAVED, saved)), part)
@@ -167,7 +170,7 @@ class ErasingKernel(NamedTuple):
             source = f"{family}.cu" if name == "forward" else f"{kernel}.cu"
             grid = (q.shape[0] * q.shape[1], self.tiles, *[parts] * (parts > 1))
             sizes = sizes_of(q, self.width, values.shape[3]) | {"part": part}
-            warps = self.warps + defines["FW_AHEAD"] * self.tiling.span // CHUNK
+            warps = self.warps + (self.tiling.span // CHUNK if defines["FW_AHEAD"] else 0)
             return Kernel(source, kernel, defines, grid, (32 * warps,), shared, sizes)
 
         start(launcher, OF_ROWS, (type(self), self, name, part), tensors, describe)
@@ -200,11 +203,27 @@ class DeltaKernel(ErasingKernel):
             kernel = kernel._replace(tiling=kernel.tiling._replace(part=CHUNK))
         return kernel
 
-    def where_idle(self, launcher: Launcher, v: Tensor) -> DeltaKernel:
-        """The same, with warps that are ahead where half of the device would be idle."""
-        ahead = self._replace(ahead=self.tiling.ksplit == 1 and self.row_map == AS_IS)
-        few = 2 * v.shape[0] * v.shape[1] * self.tiles <= launcher.processors(v.device)
-        return ahead if few and max(ahead.forward_bytes(), ahead.adjoint_bytes()) <= self.held else self
+    @remembered
+    def of_pass(self, forward: bool, sequences: int, processors: int) -> DeltaKernel:
+        """The same for the forward, or the backward and its walk, of so many sequences and heads: where half of the device would be
+        idle with warps that are ahead, and where the device is full all the same with tiles twice as wide."""
+        kernel, tiling, blocks, short = self, self.tiling, sequences * self.tiles, self.operand.itemsize == 2
+        if tiling.ksplit > 1:
+            return self
+        if 2 * blocks <= processors:
+            kernel = self._replace(ahead=self.row_map == AS_IS)
+        elif short and self.tiles % 2 == 0 and blocks > processors and (forward or self.key > 64):
+            kernel = self._replace(tiles=self.tiles // 2, tiling=tiling._replace(value=2 * tiling.value))
+        for span in (LONGEST_SPAN if short else tiling.span, tiling.span):
+            for choice in (kernel, self):
+                found = choice._replace(tiling=choice.tiling._replace(span=span))
+                if found.fits(forward):
+                    return found
+        return self
+
+    def fits(self, forward: bool) -> bool:
+        """Whether a block has the shared memory for its passes."""
+        return (self.forward_bytes() if forward else max(self.backward_bytes(1), self.adjoint_bytes())) <= self.held
 
     def raw(self, rows: int) -> tuple[int, int, torch.dtype]:
         """The tile of so many rows of q and k before the feature map."""
@@ -273,6 +292,11 @@ def supported(x: Operands) -> str | None:
     return why_not_held(x.q, key, max(kernel.forward_bytes(), kernel.backward_bytes(1)))
 
 
+def of_pass(launcher: Launcher, x: Operands, forward: bool) -> DeltaKernel:
+    """The kernel of one pass."""
+    return DeltaKernel.of(x).of_pass(forward, x.v.shape[0] * x.v.shape[1], launcher.processors(x.v.device))
+
+
 def saved_like(x: Operands) -> list[tuple[tuple[int, ...], torch.dtype]]:
     """``Family.saved_like``."""
     return DeltaKernel.of(x).saved_like(x.q)
@@ -280,12 +304,12 @@ def saved_like(x: Operands) -> list[tuple[tuple[int, ...], torch.dtype]]:
 
 def forward(launcher: Launcher, x: Operands, keep: bool = True) -> Results:
     """``Family.forward``."""
-    return DeltaKernel.of(x).where_idle(launcher, x.v).run_forward(launcher, x, keep)
+    return of_pass(launcher, x, True).run_forward(launcher, x, keep)
 
 
 def backward(launcher: Launcher, x: Operands, saved: Sequence[Tensor], dy: Tensor, dmemory: Tensor | None) -> Gradients:
     """``Family.backward``."""
-    return DeltaKernel.of(x).where_idle(launcher, x.v).run_backward(launcher, x, saved, dy, dmemory)
+    return of_pass(launcher, x, False).run_backward(launcher, x, saved, dy, dmemory)
 
 
 FAMILY = Family(("f per token", "e per token", "w per token"), ("e per token",), supported, saved_like, forward, backward)

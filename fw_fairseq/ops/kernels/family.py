@@ -46,6 +46,7 @@ class Operands(NamedTuple):
     precision: str = "exact"  # of products: "bf16"; "fp16", or what ``launch.IN_TF32`` says; for fp32 "exact", or "tf32", faster
     row_map: RowMap = AS_IS
     divided: Divided | None = None  # for families that divide
+    ends: bool = True  # whether the final memory is written
 
     @property
     def widths(self) -> tuple[int, int]:
@@ -73,7 +74,8 @@ class Family:
     saved_like: ``saved_like(operands)``, shapes and dtypes of the tensors that ``forward`` saves; sizes may be symbolic, so no
         ``int()``.
     forward: ``forward(launcher, operands, keep)``, (y, final memory, saved): saved is a tuple of new tensors as ``saved_like``
-        says, () without ``keep``; y is ``torch.empty_like(v)``, contiguous or not, and the final memory is contiguous.
+        says, () without ``keep``; y is ``torch.empty_like(v)``, contiguous or not, and the final memory is contiguous, without
+        ``ends`` of no numbers.
     backward: ``backward(launcher, operands, saved, dy, dmemory)``, (dq, dk, dv, df, dz, de, dw, dmemory), each like its input, None
         where the input is None. The gradient of the final memory that it gets is None where that is 0.
     """

@@ -304,10 +304,11 @@ def forward(launcher: Launcher, x: Operands, keep: bool = True) -> Results:
     """``Family.forward``."""
     kernel = LinearKernel.of(x)
     divided = x.divided
-    y, final = torch.empty_like(x.v), x.q.new_empty((*x.q.shape[:2], kernel.width, kernel.value), dtype=torch.float32)
+    sizes = (*x.q.shape[:2], kernel.width, kernel.value) if x.ends else 0
+    y, final = torch.empty_like(x.v), x.q.new_empty(sizes, dtype=torch.float32)
     saved = tuple([x.q.new_empty(shape, dtype=dtype) for shape, dtype in kernel.saved_like(x.q)]) if keep else ()
-    tensors = dict(q=x.q, k=x.k, v=x.v, f=x.f, w=x.w, y=y, memory=x.memory, final=final, borders=saved[0] if keep else None)
-    tensors["scales"] = saved[1] if keep and kernel.precision == "fp16" else None
+    tensors = dict(q=x.q, k=x.k, v=x.v, f=x.f, w=x.w, y=y, memory=x.memory, final=final if x.ends else None)
+    tensors |= {"borders": saved[0] if keep else None, "scales": saved[1] if keep and kernel.precision == "fp16" else None}
     if divided:
         tensors |= {"sums": divided.sums, "final_sums": divided.final}
         if keep:
@@ -325,7 +326,7 @@ def backward(launcher: Launcher, x: Operands, saved: Sequence[Tensor], dy: Tenso
     shares = shares_of(grads, tiles)
     dv, before = torch.empty_like(x.v), None if x.memory is None else torch.empty_like(x.memory)
     tensors = inputs | shares | {"v": x.v, "dy": dy, "dv": dv, "dfinal": dmemory, "dmemory": before, "borders": saved[0]}
-    tensors["scales"] = saved[1] if kernel.precision == "fp16" else None
+    tensors |= {"memory": x.memory, "scales": saved[1] if kernel.precision == "fp16" else None}
     if divided:
         tensors["dy"], tensors["ddivisors"] = undivided(launcher, divided, saved[-1], dy)
         tensors |= {"dfinal_sums": divided.final, "dsums": divided.sums, "sums_borders": saved[1]}

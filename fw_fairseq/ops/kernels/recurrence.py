@@ -118,14 +118,14 @@ def run_whole(family: str, x: Operands) -> tuple[Tensor, Tensor, Tensor]:
     sums, eps, least = (None, 0.0, 0.0) if x.divided is None else (x.divided.sums, x.divided.eps, x.divided.least)
     sums = None if sums is None else sums.contiguous()
     keep = needs_gradient(*rows, memory, sums)
-    return call("scan", *rows, memory, sums, eps, least, family, x.precision, keep, *x.row_map)[:3]
+    return call("scan", *rows, memory, sums, eps, least, family, x.precision, keep, x.ends, *x.row_map)[:3]
 
 
 def _scan(*inputs) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
-    q, k, v, f, z, e, w, memory, sums, eps, least, family, precision, keep, *by_name = inputs
+    q, k, v, f, z, e, w, memory, sums, eps, least, family, precision, keep, ends, *by_name = inputs
     row_map = row_map_of(*by_name)
     divided = Divided(eps, least, sums, sums_like(q, row_map)) if least else None
-    x = Operands(q, k, v, f, z, e, w, memory, precision, row_map, divided)
+    x = Operands(q, k, v, f, z, e, w, memory, precision, row_map, divided, ends)
     y, final, saved = FAMILIES[family].forward(current(), x, keep)
     after: Any = final.new_empty(0) if divided is None else divided.final
     return y, final, after, list(saved)
@@ -137,12 +137,12 @@ def sums_like(q: Tensor, row_map: RowMap) -> Tensor:
 
 
 def _scan_fake(*inputs) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
-    q, k, v, f, z, e, w, memory, _, eps, least, family, precision, keep, *by_name = inputs
+    q, k, v, f, z, e, w, memory, _, eps, least, family, precision, keep, ends, *by_name = inputs
     row_map = RowMap(*by_name)
     after = sums_like(q, row_map)
-    x = Operands(q, k, v, f, z, e, w, memory, precision, row_map, Divided(eps, least, after) if least else None)
+    x = Operands(q, k, v, f, z, e, w, memory, precision, row_map, Divided(eps, least, after) if least else None, ends)
     kept = [q.new_empty(shape, dtype=kind) for shape, kind in (FAMILIES[family].saved_like(x) if keep else [])]
-    final = q.new_empty(x.memory_shape, dtype=torch.float32)
+    final = q.new_empty(x.memory_shape if ends else 0, dtype=torch.float32)
     return torch.empty_like(v), final, after if least else final.new_empty(0), kept
 
 
@@ -161,7 +161,7 @@ def _scan_backward_fake(*inputs) -> list[Tensor]:
 
 def _setup_context(ctx: Any, inputs: tuple, output: tuple) -> None:
     operands, keep, (y, _, after, saved) = inputs[:9], inputs[13], output
-    ctx.settings = (*inputs[9:13], *inputs[14:])
+    ctx.settings = (*inputs[9:13], *inputs[15:])
     need_kept("scan", keep)
     divided = inputs[10] != 0
     ctx.mark_non_differentiable(*saved, *([] if divided else [after]))
@@ -178,7 +178,7 @@ def _backward(ctx: Any, dy: Tensor | None, dmemory: Tensor | None, dsums: Tensor
         dsums = torch.zeros_like(operands[8])
     dsums = None if dsums is None else dsums.contiguous()
     found = call("scan_backward", *operands[:8], saved, y, dy, dmemory, dsums, *ctx.settings)
-    grads, place = [None] * (len(ctx.settings) + 10), 0
+    grads, place = [None] * (len(ctx.settings) + 11), 0
     for i, x in enumerate(operands):
         if x is not None:
             grads[i], place = found[place], place + 1
@@ -190,7 +190,8 @@ ROW_MAP = "str name, int nu, str norm"
 DIVIDED = "Tensor? sums, float eps, float least"  # least is 0 where reads are not divided
 register(
     "scan",
-    f"({INPUTS}, Tensor? memory, {DIVIDED}, str family, str precision, bool keep, {ROW_MAP}) -> (Tensor, Tensor, Tensor, Tensor[])",
+    f"({INPUTS}, Tensor? memory, {DIVIDED}, str family, str precision, bool keep, bool ends, {ROW_MAP}) "
+    "-> (Tensor, Tensor, Tensor, Tensor[])",
     _scan,
     _scan_fake,
     _setup_context,
