@@ -52,6 +52,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) channel_delta_forward(c
         const Span span = {s.q,     s.k,           shared.p,       s.f,            s.e,
                            s.g.e,   shared.scores, shared.inverse, shared.inverse, shared.totals};
         const bool near = prepare(span, p.T - t0, p.K, 0.f);
+#if FW_PRECISION == BF16
+#pragma unroll
+#endif
         for (int c = 0; c < CHUNKS && t0 + c * C < p.T; c++) {
             const int t = c * C, row = t * KEY_ROW;
             if (p.borders && (t0 + t) % FW_PART == 0 && has_memory(p, t0 + t)) save_border(w, border(p, at, (t0 + t) / FW_PART));
@@ -60,10 +63,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) channel_delta_forward(c
             float u[2][4], y[2][4];
             Left<P> written;
             recall<true>(at, chunk, w, u, y, written, shared.sums, turn, exponent, [] {});
+            advance(at, chunk, w, written, near, shared.totals[c]);
             if (at.has_first_rows()) {  // y takes the place of v
                 put_square<true>(s.v + t * INPUT_ROW + at.local(), INPUT_ROW, y[0], y[1]);
             }
-            advance(at, chunk, w, written, near, shared.totals[c]);
         }
         __syncwarp();
         if (at.has_first_rows()) store_columns<FW_SPAN>(s.v + at.local(), p.y, at.b, at.h, t0, p.T, at.column, p.V);

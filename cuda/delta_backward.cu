@@ -80,7 +80,7 @@ __device__ __forceinline__ void run_forward(const Part& part, const Params& p, c
     } else {
         load_border(w, has_memory(p, t0) ? border_from(s.first, at, t0 / FW_PART) : nullptr);
     }
-#if FW_PRECISION == F16
+#if FW_PRECISION == F16 || FW_PRECISION == BF16
 #pragma unroll
 #endif
     for (int c = 0; c < CHUNKS; c++) {
@@ -180,7 +180,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) delta_backward(const Pa
         if (!ROOMY && more) prefetch_part(p, s.first, at, t0 - FW_PART);
         run_forward(part, p, at, t0, more, turn, of_memory);
         for (int first = CHUNKS - GROUP; first >= 0; first -= GROUP) {
-#if FW_PRECISION == F16
+#if FW_PRECISION == F16 || FW_PRECISION == BF16
 #pragma unroll
 #endif
             for (int c = first + GROUP - 1; c >= first; c--) {
@@ -193,7 +193,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) delta_backward(const Pa
                 else erase_gradient(part, first + job / 2);
             });
             __syncthreads();
-#if FW_PRECISION == F16
+#if FW_PRECISION == F16 || FW_PRECISION == BF16
 #pragma unroll
 #endif
             for (int c = first + GROUP - 1; c >= first; c--) key_side(part, p, at, c, t0);

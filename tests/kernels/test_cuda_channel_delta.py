@@ -259,9 +259,9 @@ def launches(key: int, dtype: torch.dtype, present: str, capability: tuple[int, 
 @pytest.mark.parametrize(
     "dtype, key, value, layout",
     [
-        (torch.bfloat16, 64, 129, (3, 48, 1, 32, 32)),
-        (torch.bfloat16, 65, 129, (2, 80, 1, 32, 16)),
-        (torch.bfloat16, 128, 129, (2, 80, 1, 32, 16)),
+        (torch.bfloat16, 64, 129, (3, 48, 1, 64, 32)),
+        (torch.bfloat16, 65, 129, (2, 80, 1, 64, 16)),
+        (torch.bfloat16, 128, 129, (2, 80, 1, 64, 16)),
         (torch.bfloat16, 129, 65, (2, 48, 2, 16, 16)),
         (torch.bfloat16, 256, 65, (2, 48, 2, 16, 16)),
         (torch.float32, 64, 129, (3, 48, 1, 16, 16)),

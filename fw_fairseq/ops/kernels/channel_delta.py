@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ...feature_maps import AS_IS
 from .compiler import Launcher
-from .delta import CHUNK, FIRSTS, FP32, ErasingKernel, Tiling
+from .delta import CHUNK, FIRSTS, FP32, LONGEST_SPAN, ErasingKernel, Tiling
 from .family import Family, Gradients, Operands, Results
 from .launch import (
     IN_TF32,
@@ -67,7 +67,13 @@ class ChannelKernel(ErasingKernel):
             elif kernel.most_bytes() > held and tiling.value > 16:
                 tiling = tiling._replace(value=tiling.value // 2)
             else:
-                return kernel
+                return kernel.with_longest_span()
+
+    def with_longest_span(self) -> ChannelKernel:
+        """The same with more tokens in shared memory, where as many blocks still fit a multiprocessor."""
+        longer, blocks = self._replace(tiling=self.tiling._replace(span=LONGEST_SPAN)), 2 if self.key <= 64 else 1
+        able = self.tiling.ksplit == 1 and self.operand.itemsize == 2
+        return longer if able and longer.forward_bytes() <= self.held // blocks - 1024 else self
 
     def stage_bytes(self, span: int) -> int:
         """The rows of a span but those of dy, and its gates."""
