@@ -29,6 +29,8 @@ class LinearAttention(Incremental, SourceMemory):
         state = self._get_input_buffer(incremental_state)
         if self.source is not None:
             query = key = self.source(query, None, key_padding_mask)[0]
+        if incremental_state is None and query.shape[1] == key.shape[1]:
+            return self.out_proj(self.attend(query, key, key_padding_mask)), None
         if state is None:
             state = self.summarise(key, key_padding_mask)
             state = state._replace(beam=query.shape[1] // len(state.memory))

@@ -12,16 +12,17 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
-from ..autograd import needs_gradient
+from ..autograd import needs_gradient, without_autocast
 from ..errors import Mistake
-from ..feature_maps import AS_IS
+from ..feature_maps import AS_IS, RowMap
 from ..rules import Coefficients
 from .chunkwise.scan import chunk_form
 from .factored import Factors, factored_form
 from .inputs import Inputs
 from .kernels.family import Divided, Operands
-from .kernels.launch import log_once, why_no_map, why_not_run
+from .kernels.launch import has_kernels, log_once, why_no_map, why_not_run
 from .kernels.recurrence import FAMILIES, choose_family, choose_precision, cuda_form, in_many_parts, joined_decays, run_whole
 from .kernels.step import step_cuda_form, unsupported
 from .onnx import TRACE, onnx_form
@@ -140,6 +141,35 @@ def run_divided(inputs: Inputs, least: float) -> tuple[Tensor, FastWeightState] 
         return None
     y, memory, sums = choice.run()
     return y.to(dtype), state._replace(memory=memory, normaliser=sums)
+
+
+def attend_to_source(
+    q: Tensor, k: Tensor, v: Tensor, padding_mask: Tensor | None, row_map: RowMap, eps: float, least: float
+) -> Tensor | None:
+    """y (B,H,T,V) = phi(q_t)^T W / (phi(q_t) . n + eps) with W = sum_s phi(k_s) v_s^T and n = sum_s phi(k_s), for features that are
+    not negative; ``least`` in place of a divisor of 0. None where no kernel can.
+
+    q is (B,H,T,D), k (B,H,S,D), v (B,H,S,V), padding_mask (B,S) True at padding. Source and queries are one text: its first S
+    tokens write, and the others read. So the features are never in the device's memory.
+    """
+    if not has_kernels(q) or why_not_run(q, k, v) or why_no_map(row_map):
+        return None
+    (B, H, S, _), T, dtype = k.shape, q.shape[2], v.dtype
+    written = torch.ones(B, S, device=q.device)
+    if padding_mask is not None:
+        k, v = (x.masked_fill(padding_mask[:, None, :, None], 0) for x in (k, v))
+        written = written.masked_fill(padding_mask, 0)
+    inner = torch.float32 if dtype == torch.float16 else dtype  # whose range gradients before the division can leave
+    q, k, v = F.pad(q.to(inner), (0, 0, S, 0)), F.pad(k.to(inner), (0, 0, 0, T)), F.pad(v.to(inner), (0, 0, 0, T))
+    w = F.pad(written, (0, T))[:, None].expand(-1, H, -1)
+    precision = "tf32" if dtype == torch.float16 else choose_precision(inner)
+    x = Operands(q, k, v, None, None, None, w, None, precision, row_map, Divided(eps, least, None), ends=False)
+    name, reason = choose_scan(x)
+    if reason is not None:
+        return None
+    with without_autocast(q.device.type):
+        y, *_ = run_whole(name, x)
+    return y[:, :, S:].to(dtype)
 
 
 def run_on_workers(inputs: Inputs) -> tuple[Tensor, Tensor]:

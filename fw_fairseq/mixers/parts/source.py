@@ -12,9 +12,11 @@ from torch import Tensor, nn
 from ...autograd import without_autocast
 from ...errors import Mistake
 from ...feature_maps import wide
-from ...ops.normalisation import divide
+from ...ops.dispatch import attend_to_source
+from ...ops.kernels.launch import has_kernels
+from ...ops.normalisation import EPS, divide
 from ..base import check_heads, join_heads, split_heads
-from .features import FEATURE_OPTIONS, build_feature_map, check_feature_norm, normalised_features, with_common_scale
+from .features import FEATURE_OPTIONS, build_feature_map, check_feature_norm, normalised_features, row_map_of, with_common_scale
 
 
 class Source(NamedTuple):
@@ -67,6 +69,18 @@ class SourceMemory(nn.Module):
         nn.init.xavier_uniform_(self.out_proj.weight)
         for projection in (self.q_proj, self.kv_proj, self.out_proj):
             nn.init.zeros_(projection.bias)
+
+    def attend(self, query: Tensor, source: Tensor, padding_mask: Tensor | None) -> Tensor:
+        """Returns the values that queries (T,B,C) read from a source (S,B,C')."""
+        phi = self.feature_map
+        row_map = row_map_of(phi, self.feature_norm) if phi.non_negative and len(source) else None
+        if row_map is not None and has_kernels(query):
+            k, v = self.kv_proj(source).split(self.sizes, dim=-1)
+            q, k, v = (split_heads(x, self.num_heads) for x in (self.q_proj(query), k, v))
+            y = attend_to_source(phi.linear(q), phi.linear(k), v, padding_mask, row_map, phi.eps, max(phi.eps, EPS))
+            if y is not None:
+                return join_heads(y.to(query.dtype))
+        return self.read(query, self.summarise(source, padding_mask))
 
     def summarise(self, source: Tensor, padding_mask: Tensor | None) -> Source:
         """Returns the memory and the normaliser of a source (S,B,C')."""
