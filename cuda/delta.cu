@@ -60,7 +60,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) delta_forward(const Par
         __syncthreads();
         const int coming = t0 + FW_SPAN * (1 + FW_AHEAD);
         if (coming < p.T) load_stage(shared.stage[(now + 1 + FW_AHEAD) % STAGES], p, at, coming);
-#if FW_AHEAD || FW_PRECISION == BF16
+#if FW_AHEAD
         if (at.is_ahead()) {
             Stage& next = shared.stage[(now + 1) % STAGES];
             if (t0 + FW_SPAN < p.T) prepare_ahead(next.g, next.q, next.k, shared.prepared[turn_of_two ^ 1]);

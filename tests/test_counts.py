@@ -8,12 +8,14 @@ import re
 from types import SimpleNamespace
 
 import pytest
+import torch
 from counts import __main__ as command
 from counts.cases import Case, record
 from counts.counted import DEVICES, Pass, count
 from counts.lane import Lane, NotFollowed
 from counts.machine_code import disassemble, read
 from counts.model import LATENCY, Multiprocessor, blocking_loads, milliseconds
+from counts.tiers import tiers
 from hostcuda.nvrtc import compiled
 from support.commands import ROOT
 
@@ -281,6 +283,15 @@ def test_what_cannot_be_counted_is_a_row_of_the_table(monkeypatch, capsys):
     assert command.main() == 0
     printed = capsys.readouterr().out.splitlines()
     assert len(printed) == 3 and "not counted: attention_norm=True is not defined for rule 'decay'" in printed[-1]
+
+
+@pytest.mark.parametrize("key, value, tier", [(0.9, 0.9, 0), (0.01, 1.0, 0), (0.01, 0.01, 1), (3e-4, 3e-4, 2), (1e-4, 1e-4, 3)])
+def test_how_a_chunk_of_decay_runs(key, value, tier):
+    """As cuda/gates.cuh says, by products of 8 and of 4 gates; 4 tokens beside values that do not decay take one round."""
+    f, z = torch.full((1, 2, 20, 16), key), torch.full((1, 2, 20, 80), value)
+    z[..., 64:] = 1.0
+    found = tiers(f, z)
+    assert found.shape == (2, 1, 2, 2) and (found[0, ..., 0] == tier).all() and (found[1, ..., 1] == 0).all()
 
 
 def test_by_kind(monkeypatch, capsys):

@@ -80,14 +80,8 @@ def choose(inputs: Inputs) -> Choice:
         z, e = inputs.coefficients.z, inputs.coefficients.e
         stepwise = inputs.backend != "chunkwise" and (inputs.q.shape[2] == 1 or (z is not None and e is not None))
         form = step_form if stepwise else chunk_form
-    given = (
-        inputs.q,
-        inputs.k,
-        inputs.v,
-        inputs.coefficients,
-        inputs.state.memory.contiguous() if inputs.empty else inputs.state.memory,
-    )
-    return Choice(partial(form, *given), reason=reason)
+    memory = inputs.state.memory.contiguous() if inputs.empty else inputs.state.memory
+    return Choice(partial(form, inputs.q, inputs.k, inputs.v, inputs.coefficients, memory), reason=reason)
 
 
 def mapped(inputs: Inputs) -> Inputs:

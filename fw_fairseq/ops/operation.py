@@ -185,7 +185,7 @@ def start(inputs: Inputs) -> Inputs:
     sizes = (*inputs.q.shape[:2], inputs.width, inputs.v.shape[3])
     given: Any = {"device": inputs.q.device, "dtype": inputs.dtype}
     factored = takes_factors and inputs.decoding and inputs.backend == "auto" and not inputs.kernels
-    empty = inputs.kernels and inputs.group is None and inputs.q.shape[2] > 1
+    empty = inputs.kernels and inputs.group is None and inputs.rule.step is None and inputs.q.shape[2] > 1
     memory = torch.zeros((), **given).expand(sizes) if empty else torch.zeros(sizes, **given)
     return inputs._replace(
         empty=empty,
