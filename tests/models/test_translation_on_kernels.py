@@ -12,6 +12,7 @@ from support.translation_models import build, draw
 
 import fw_fairseq.models  # noqa: F401
 from fw_fairseq.config import FastWeightTransformerConfig
+from fw_fairseq.mixers.parts import source as parts_source
 from fw_fairseq.models.generation import GENERATION, Generation
 from fw_fairseq.models.generation.captured import CapturedGeneration
 from fw_fairseq.models.generation.cross import KernelSource
@@ -63,6 +64,29 @@ def test_tokens_are_those_of_the_general_way(kernels, monkeypatch, name, graph):
     torch.manual_seed(1)
     for ours, theirs in zip(found, decode(model, target)[0], strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("name, takes", [("elu", 1), ("dpfp", 1), ("relu", 1), ("favor", 0)])
+def test_training_reads_sources_in_kernels(emulate, monkeypatch, name, takes):
+    """Logits and gradients are those of features in PyTorch, with padding in the sources."""
+    launcher, asked = emulate(), []
+    model, source, target = build(**OPTIONS[name]), draw(6, 9, 4), torch.randint(4, 40, (3, 11))
+
+    def run() -> list[torch.Tensor]:
+        model.zero_grad()
+        logits = model(source, None, target)[0]
+        logits.square().sum().backward()
+        return [logits.detach(), *[p.grad.clone() for p in model.parameters() if p.grad is not None]]
+
+    torch.manual_seed(1)
+    found = run()
+    launched = [made["FW_SUMS"] for _, kernel, made in launcher.calls if kernel == "linear_forward" and made.get("FW_MAP")]
+    monkeypatch.setattr(parts_source, "attend_to_source", lambda *given: asked.append(given))
+    torch.manual_seed(1)
+    for ours, theirs in zip(found, run(), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-3 * float(theirs.abs().max()))
+    layers = [*model.encoder.layers, *model.decoder.layers]
+    assert len(asked) == takes * len(layers) and launched.count(1) >= len(asked)
 
 
 @torch.no_grad()
