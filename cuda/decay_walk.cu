@@ -6,13 +6,15 @@
 // with F_t, Z_t the products of the gates of each channel after t, for dW those since the chunk's start up to t, and F, Z those of
 // the whole chunk. No factor exceeds 1. A block owns FW_V columns, as in linear.cu, whose code it shares.
 //
-// Macros besides those of linear.cuh: FW_ADJOINT, then p.k and p.v are q and dy; FW_KEYS, FW_VALUES 1 where there are gates f of the
-// keys, z of the values (p.e).
+// Macros besides those of linear.cuh: FW_ADJOINT, where p.k and p.v are q and dy; FW_KEYS, FW_VALUES 1 where there are gates f of
+// the keys, z of the values (p.e).
 #define FW_NO_GATE 0.f
 #define FW_F 0  // per token
 #include "linear.cuh"
 
 constexpr int KEY_GATES = tile_stride<float>(FW_K), VALUE_GATES = tile_stride<float>(FW_V);
+
+__device__ __forceinline__ void multiply(float2& x, float2 y) { x.x *= y.x, x.y *= y.y; }
 
 struct __align__(16) Stage {
     Row k[C * ROW];
@@ -39,47 +41,57 @@ __device__ __forceinline__ void load_stage(Stage& s, const Params& p, const Plac
     cp_async_commit();
 }
 
-// f(two channels, 16 tokens) for all channels of one side, spread over the threads, from the last one backwards if BACK.
-template <int WIDTH, bool BACK, class F>
-__device__ __forceinline__ void each_couple(F f) {
-    for (int i = BACK ? THREADS - 1 - (int)threadIdx.x : threadIdx.x; i < BLOCKS * WIDTH / 2; i += THREADS)
-        f(i % (WIDTH / 2) * 2, i / (WIDTH / 2));
-}
+// One side's numbers and gates of a chunk, and the products of these over each 16 tokens, and over the chunk.
+template <int WIDTH, int NUMBERS, bool LATE>
+struct Side {
+    static constexpr int GATES = tile_stride<float>(WIDTH);
+    Op* numbers;
+    const float *gates, *strengths;  // null where there are none
+    float (&products)[BLOCKS + 1][WIDTH];
+    int tokens;  // that the chunk has
 
-__device__ __forceinline__ void multiply(float2& x, float2 y) { x.x *= y.x, x.y *= y.y; }
+    // f(channel, block) for all couples of channels and 16 tokens, spread over the threads, from the last one backwards if LATE.
+    template <class F>
+    __device__ __forceinline__ void each(F f) const {
+        for (int i = LATE ? THREADS - 1 - (int)threadIdx.x : threadIdx.x; i < BLOCKS * WIDTH / 2; i += THREADS)
+            f(i % (WIDTH / 2) * 2, i / (WIDTH / 2));
+    }
 
-// The products of the gates of 16 tokens, of which `tokens` exist.
-template <int GATES>
-__device__ __forceinline__ float2 product_of(const float* gates, int tokens) {
-    float2 product = make_float2(1.f, 1.f);
-#pragma unroll
-    for (int t = 0; t < 16; t++) {
-        if (t < tokens) multiply(product, couple(gates + t * GATES));
+    __device__ __forceinline__ float2 gate(int channel, int t) const {
+        return gates && t < tokens ? couple(gates + t * GATES + channel) : make_float2(1.f, 1.f);
     }
-    return product;
-}
 
-// The numbers of two channels and 16 tokens times the products of their gates, and times w if there is one. products: those over each
-// 16 tokens, whose last place takes that of all.
-template <int STRIDE, int GATES, int WIDTH>
-__device__ __forceinline__ void scale_channels(Op* x, const float* gates, const float* w, float (&products)[BLOCKS + 1][WIDTH], int channel,
-                                               int block, int tokens) {
-    float2 product = make_float2(1.f, 1.f);
+    __device__ __forceinline__ void multiply_gates() const {
+        each([&](int channel, int block) {
+            float2 product = make_float2(1.f, 1.f);
 #pragma unroll
-    for (int b = 0; b < BLOCKS; b++) {
-        if (tokens && (FW_ADJOINT ? b < block : b > block)) multiply(product, couple(products[b] + channel));
+            for (int t = 0; t < 16; t++) multiply(product, gate(channel, block * 16 + t));
+            *(float2*)(products[block] + channel) = product;
+        });
     }
+
+    // Behind a barrier: the numbers times the products of their gates and their strengths.
+    __device__ __forceinline__ void scale_numbers() const {
+        each([&](int channel, int block) {
+            float2 product = make_float2(1.f, 1.f);
 #pragma unroll
-    for (int i = 0; i < 16; i++) {
-        const int t = FW_ADJOINT ? i : 15 - i;
-        const float2 gate = block * 16 + t < tokens ? couple(gates + t * GATES) : make_float2(1.f, 1.f), number = couple(x + t * STRIDE);
-        if (FW_ADJOINT) multiply(product, gate);
-        const float strength = w ? w[t] : 1.f;
-        put_couple(x + t * STRIDE, number.x * strength * product.x, number.y * strength * product.y);
-        if (!FW_ADJOINT) multiply(product, gate);
+            for (int b = 0; b < BLOCKS; b++) {
+                if (FW_ADJOINT ? b < block : b > block) multiply(product, couple(products[b] + channel));
+            }
+#pragma unroll
+            for (int i = 0; i < 16; i++) {
+                const int t = block * 16 + (FW_ADJOINT ? i : 15 - i);
+                Op* number = numbers + t * NUMBERS + channel;
+                const float2 here = gate(channel, t), x = couple(number);
+                if (FW_ADJOINT) multiply(product, here);
+                const float strength = strengths ? strengths[t] : 1.f;
+                put_couple(number, x.x * strength * product.x, x.y * strength * product.y);
+                if (!FW_ADJOINT) multiply(product, here);
+            }
+            if (block == (FW_ADJOINT ? BLOCKS - 1 : 0)) *(float2*)(products[BLOCKS] + channel) = product;
+        });
     }
-    if (block == (FW_ADJOINT ? BLOCKS - 1 : 0)) *(float2*)(products[BLOCKS] + channel) = product;
-}
+};
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1) decay_walk(const Params p) {
     extern __shared__ __align__(16) unsigned char bytes[];
@@ -106,22 +118,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) decay_walk(const Params
         Op* k = s.k;
 #endif
         const int tokens = p.T - t0;
-        if (FW_KEYS) each_couple<FW_K, false>([&](int channel, int b) {
-            *(float2*)(shared.keys[b] + channel) = product_of<KEY_GATES>(s.f + b * 16 * KEY_GATES + channel, tokens - b * 16);
-        });
-        if (FW_VALUES) each_couple<FW_V, true>([&](int channel, int b) {
-            *(float2*)(shared.values[b] + channel) = product_of<VALUE_GATES>(s.z + b * 16 * VALUE_GATES + channel, tokens - b * 16);
-        });
+        const Side<FW_K, KEY_ROW, false> keys = {k, FW_KEYS ? s.f : nullptr, nullptr, shared.keys, tokens};
+        const Side<FW_V, VALUE_ROW, true> values = {s.v, FW_VALUES ? s.z : nullptr, FW_W ? s.w : nullptr, shared.values, tokens};
+        if (FW_KEYS) keys.multiply_gates();
+        if (FW_VALUES || FW_W) values.multiply_gates();
         __syncthreads();
-        if (FW_KEYS) each_couple<FW_K, false>([&](int channel, int b) {
-            const int t = b * 16;
-            scale_channels<KEY_ROW, KEY_GATES>(k + t * KEY_ROW + channel, s.f + t * KEY_GATES + channel, nullptr, shared.keys, channel, b, tokens);
-        });
-        if (FW_VALUES || FW_W) each_couple<FW_V, true>([&](int channel, int b) {
-            const int t = b * 16;
-            scale_channels<VALUE_ROW, VALUE_GATES>(s.v + t * VALUE_ROW + channel, s.z + t * VALUE_GATES + channel, FW_W ? s.w + t : nullptr,
-                                                   shared.values, channel, b, FW_VALUES ? tokens : 0);
-        });
+        if (FW_KEYS) keys.scale_numbers();
+        if (FW_VALUES || FW_W) values.scale_numbers();
         __syncthreads();
 #pragma unroll
         for (int n = 0; n < TILES; n++) {
