@@ -10,8 +10,8 @@
 // of dq, dp, dk and df is summed up channel by channel. A gate's gradient is the sum of every product that it is a factor of times
 // that product's gradient, over the gate; of a far part, of products that leave the gate out.
 //
-// A block takes its parts from the last to the first, as in delta_backward.cu: it runs a part forward from its saved memory, then
-// goes back. Where a part has a gate below LEAST_GATE, or is far in the forward, it is far.
+// A block takes its parts from the last to the first, as in delta_backward.cu, with FW_SIDES those of p.part tokens, from what
+// channel_delta_adjoint.cu has found: it runs a part forward from its saved memory, then goes back. Where a part has a gate below LEAST_GATE, or is far in the forward, it is far.
 #include "channel_delta_gradients.cuh"
 
 // The part forward from its saved memory, for U and the memory before each chunk, and then back.
@@ -50,24 +50,25 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) channel_delta_backward(
     extern __shared__ __align__(16) unsigned char bytes[];
     BackwardShared& s = *(BackwardShared*)bytes;
     const Place at(p);
-    const int last = (p.T - 1) / FW_PART * FW_PART;
+    const OwnTokens own(p);
+    const int last = (own.end - 1) / FW_PART * FW_PART;
     float dw[TILES][4];
     int turn = 0;
     if (threadIdx.x == 0) find_firsts(s.first, p, at);
-    load_memory(dw, p.dfinal, at, p);
+    load_memory(dw, own.final ? p.dfinal : adjoint_of(p.adjoints, p.K * p.V), at, p);
     __syncthreads();
     load_part(s.in, p, s.first, last);
-    for (int t0 = last; t0 >= 0; t0 -= FW_PART) {
+    for (int t0 = last; t0 >= own.begin; t0 -= FW_PART) {
         cp_async_wait<0>();
         __syncthreads();
-        if (t0 > 0) prefetch_part(p, s.first, at, t0 - FW_PART);
+        if (t0 > own.begin) prefetch_part(p, s.first, at, t0 - FW_PART);
         const Span span = {s.in.q, s.in.k, s.p, s.in.f, s.in.e, s.in.g.e, s.scores, s.erase, s.inverse, s.totals};
         const bool near = prepare(span, p.T - t0, p.K, LEAST_GATE);
         if (near) take_back<true>({s.in, s}, p, at, t0, dw, turn);
         else take_back<false>({s.in, s}, p, at, t0, dw, turn);
         store_part(s, p, at, t0);
         __syncthreads();
-        if (t0 > 0) load_part(s.in, p, s.first, t0 - FW_PART);
+        if (t0 > own.begin) load_part(s.in, p, s.first, t0 - FW_PART);
     }
-    if (p.dmemory) store_memory(dw, p.dmemory, at, p);
+    if (own.begin == 0 && p.dmemory) store_memory(dw, p.dmemory, at, p);
 }

@@ -10,7 +10,7 @@ from hostcuda import Launch
 from hostcuda.nvrtc import compiled
 
 from .cases import PASSES, Case, record
-from .lane import Lane
+from .lane import Lane, NotFollowed
 from .machine_code import disassemble
 from .model import DRAM, Multiprocessor, blocking_loads, milliseconds
 
@@ -148,6 +148,8 @@ def count(case: Case, architecture: str, shapes=SHAPES) -> dict[str, Pass]:
     few, many = (record(case, tokens, architecture) for tokens in lengths)
     passes = {}
     for name in PASSES:
+        if len(few.launches[name]) != len(many.launches[name]):
+            raise NotFollowed(f"{lengths[1]} tokens take other launches than {lengths[0]}")
         pairs = zip(few.launches[name], many.launches[name])
         kernels = [figures(pair, architecture, shapes, lengths) for pair in pairs]
         passes[name] = Pass(kernels, least((few.moved[name], many.moved[name]), shapes, lengths))

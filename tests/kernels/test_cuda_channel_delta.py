@@ -67,6 +67,24 @@ def test_any_gate(one_thread, dtype, present, gates):
     compare((1, 1, 100, 32, 32), dtype, gates=gates, present=present)
 
 
+@pytest.mark.cases_in_ci(2)
+@pytest.mark.parametrize(
+    "shape, dtype, present, gates, policy, seed",
+    [
+        *(((1, 2, 600, 64, 64), torch.bfloat16, "tw", "some", *each) for each in SCHEDULES),
+        ((1, 1, 530, 64, 40), torch.bfloat16, "c", "resets", *SCHEDULES[-1]),
+        ((1, 1, 520, 20, 24), torch.float32, "tw", "near", *SCHEDULES[-1]),
+        ((1, 1, 520, 128, 128), torch.float16, "c", "some", *SCHEDULES[-1]),
+    ],
+)
+def test_few_sequences_in_parts(one_thread, shape, dtype, present, gates, policy, seed):
+    device = EmulatorLaunch(policy, seed)
+    device.blocks = 16
+    compare(shape, dtype, device, "tf32" if dtype == torch.float16 else None, gates=gates, present=present)
+    assert [name for _, name, _ in device.calls] == [f"channel_delta_{name}" for name in ("forward", "adjoint", "backward")]
+    assert device.calls[-1][2]["FW_SIDES"]
+
+
 @pytest.mark.parametrize(
     "tokens, dtype", [*((count, torch.float32) for count in (1, 16, 17)), *((count, torch.bfloat16) for count in (5, 17, 33))]
 )
@@ -221,11 +239,15 @@ def test_symbolic_shapes(emulate):
 
 
 def sanitized() -> None:
-    """Parts with gates of 0 beside others."""
-    with emulated(sanitized_launch()) as launcher:
-        x = draw((1, 1, 40, 64, 64), torch.bfloat16)
-        x["f"][:, :, 3, :9] = 0.0
-        by_kernels(channel_delta, x, torch.randn_like(x["v"]), torch.randn_like(x["memory"]), "bf16", launcher)
+    """Parts with gates of 0 beside others; and few sequences."""
+    launch.SHORTEST_PART = 32
+    for tokens, processors in ((40, 1), (130, 8)):
+        with emulated(sanitized_launch()) as launcher:
+            launcher.blocks = processors
+            x = draw((1, 1, tokens, 64, 64), torch.bfloat16)
+            x["f"][:, :, 3, :9] = 0.0
+            by_kernels(channel_delta, x, torch.randn_like(x["v"]), torch.randn_like(x["memory"]), "bf16", launcher)
+            assert len(launcher.calls) == (3 if processors > 1 else 2)
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from support.draws import assert_same
 from support.emulated import emulated
 
 from fw_fairseq.feature_maps import AS_IS
-from fw_fairseq.ops.kernels import decay, delta, launch, linear
+from fw_fairseq.ops.kernels import channel_delta, decay, delta, launch, linear
 from fw_fairseq.ops.kernels.family import Operands
 
 each_family = pytest.mark.parametrize("family, rule", [(linear, "gated"), (decay, "decay")], ids=["linear", "decay"])
@@ -64,10 +64,10 @@ def test_symbolic_shapes(emulate, rule):
 
 
 @pytest.mark.cases_in_ci(1)
-@pytest.mark.parametrize("rule", ["gated", "gated_delta", "decay"])
+@pytest.mark.parametrize("rule", ["gated", "gated_delta", "decay", "kda"])
 @pytest.mark.parametrize("arch", ARCHITECTURES[1:])
 def test_kernels_of_parts_compile_without_spills(arch, rule):
-    family = {"gated": linear, "gated_delta": delta, "decay": decay}[rule]
+    family = {"gated": linear, "gated_delta": delta, "decay": decay, "kda": channel_delta}[rule]
     passes = launches(family, rule, (1, 1, 512, 64, 64), torch.bfloat16, (int(arch[:-1]), int(arch[-1])), processors=8)
     for walk in [launched for launched in passes if launched.kernel.endswith(("adjoint", "walk"))]:
         found = compile_check(walk.source, walk.defines, arch)[walk.kernel]

@@ -1,5 +1,5 @@
-"""The kernel family with decay per channel and erase (rules kda, gdn2, rwkv7): what it supports, how ``cuda/channel_delta.cu`` and
-``cuda/channel_delta_backward.cu`` are cut into tiles, and their launches.
+"""The kernel family with decay per channel and erase (rules kda, gdn2, rwkv7): what it supports, how ``cuda/channel_delta.cu``,
+``cuda/channel_delta_adjoint.cu`` and ``cuda/channel_delta_backward.cu`` are cut into tiles, and their launches.
 
 fp16 inputs are multiplied in tf32, as in the other families. Feature maps run before the kernels.
 """
@@ -93,6 +93,13 @@ class ChannelKernel(ErasingKernel):
         return 2 * self.stage_bytes(span) + self.span_bytes(span) + self.sums_bytes(4)
 
     @remembered
+    def adjoint_bytes(self) -> int:
+        """sizeof(BackwardShared) in channel_delta_adjoint.cu, which the kernel asserts."""
+        rows = 2 * self.tiling.span, self.tiling.value
+        values = tile_bytes((*rows, self.operand)) - tile_bytes((*rows, self.dtype))
+        return self.forward_bytes() + values + self.sums_bytes(2) - self.sums_bytes(4)
+
+    @remembered
     def backward_bytes(self) -> int:
         """sizeof(BackwardShared), which the kernel asserts."""
         span, value, operand = self.tiling.part, self.tiling.value, self.operand
@@ -110,7 +117,8 @@ class ChannelKernel(ErasingKernel):
     def pass_macros(self, name: str, tensors: dict[str, Any]) -> tuple[str, int, dict[str, int]]:
         gates = [x for x in (tensors["f"], tensors["e"]) if x is not None and x.dim() == 4]  # their gradients are laid out alike
         more = {"FW_E": 1 + self.rows, "FW_ALIGNED": int(rows_aligned(tensors) and all(map(in_units, gates)))}
-        return "channel_delta", self.backward_bytes() if name == "backward" else self.forward_bytes(), more
+        sizes = {"forward": self.forward_bytes, "adjoint": self.adjoint_bytes, "backward": self.backward_bytes}
+        return "channel_delta", sizes[name](), more
 
 
 def supported(x: Operands) -> str | None:

@@ -134,7 +134,13 @@ class ErasingKernel(NamedTuple):
 
     def tokens_of_part(self, launcher: Launcher, dy: Tensor) -> int:
         """How many tokens a block of the backward takes."""
-        return dy.shape[2]
+        if self.adjoint_bytes() > self.held:
+            return dy.shape[2]
+        return tokens_of_part(launcher, dy, self.tiles, max(self.tiling.span, self.tiling.part))
+
+    def adjoint_bytes(self) -> int:
+        """Of shared memory that a block takes which finds adjoints."""
+        raise NotImplementedError
 
     def adjoints(self, launcher: Launcher, tensors: dict[str, Any], part: int) -> Tensor:
         """The adjoints of the memory before each part of the tokens but the first."""
@@ -271,9 +277,6 @@ class DeltaKernel(ErasingKernel):
         """2 where the backward has room for two parts, but not at the price of a second block on a multiprocessor."""
         limits = ((self.held - 1024) // 2, self.held)
         return next((n for most in limits for n in (2, 1) if self.backward_bytes(n) <= most), 1)
-
-    def tokens_of_part(self, launcher: Launcher, dy: Tensor) -> int:
-        return tokens_of_part(launcher, dy, self.tiles, max(self.tiling.span, self.tiling.part))
 
     def pass_macros(self, name: str, tensors: dict[str, Any]) -> tuple[str, int, dict[str, int]]:
         more = {"FW_ALIGNED": int(rows_aligned(tensors)), **map_defines(self.row_map, self.row)}
