@@ -67,7 +67,7 @@ def described(args) -> dict[str, Any]:
     """The shapes of a kernel's operands, and what else it is given."""
     names = ("q", "k", "v", "f", "z", "e", "w")
     shapes = {name: None if x is None else list(x.shape) for name, x in zip(names, args)}
-    return {"shapes": shapes, "settings": [args[9], args[10], args[11]], "row_map": list(args[14:17])}
+    return {"shapes": shapes, "settings": [args[9], args[10], args[11]], "row_map": list(args[15:18])}
 
 
 class Attention(torch.autograd.Function):

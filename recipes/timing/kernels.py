@@ -51,6 +51,6 @@ def launches(call: dict[str, Any], tokens: int, precision: str) -> list:
     eps, least, family = call["settings"]
     with emulated(Recorder()) as recorder:
         products = "tf32" if precision == "tf32" else choose_precision(dtype)
-        y, *_ = operator("scan", *rows, None, None, eps, least, family, products, True, *call["row_map"])
+        y, *_ = operator("scan", *rows, None, None, eps, least, family, products, True, False, *call["row_map"])
         y.backward(torch.zeros_like(y))
     return recorder.launches
