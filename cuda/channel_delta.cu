@@ -21,10 +21,7 @@ struct __align__(16) Stage {
 
 struct __align__(16) ForwardShared {
     Stage stage[2];
-    Op p[FW_SPAN * KEY_ROW];
-    float inverse[CHUNKS][C * SOLVE_ROW];
-    Op scores[CHUNKS][C * PAIR_ROW];
-    float totals[CHUNKS][FW_K];
+    Prepared prepared;
     float4 sums[FW_KSPLIT > 1 ? 2 * WARPS * 4 * 32 : 1];
 };
 static_assert(sizeof(ForwardShared) == FW_SHARED, "the host computes the same");
@@ -49,21 +46,18 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) channel_delta_forward(c
         cp_async_wait<0>();
         __syncthreads();
         if (t0 + FW_SPAN < p.T) load_stage(shared.stage[now ^ 1], p, at, t0 + FW_SPAN);
-        const Span span = {s.q,     s.k,           shared.p,       s.f,            s.e,
-                           s.g.e,   shared.scores, shared.inverse, shared.inverse, shared.totals};
-        const bool near = prepare(span, p.T - t0, p.K, 0.f);
+        const bool near = prepare(span_of(s, shared.prepared), p.T - t0, p.K, 0.f);
 #if FW_PRECISION == BF16
 #pragma unroll
 #endif
         for (int c = 0; c < CHUNKS && t0 + c * C < p.T; c++) {
-            const int t = c * C, row = t * KEY_ROW;
+            const int t = c * C;
             if (p.borders && (t0 + t) % FW_PART == 0 && has_memory(p, t0 + t)) save_border(w, border(p, at, (t0 + t) / FW_PART));
-            const Chunk chunk = {s.q + row, shared.p + row, s.k + row, s.v + t * INPUT_ROW, shared.scores[c], shared.inverse[c],
-                                 s.g.w + t, nullptr,        s.g.e + t, nullptr, nullptr};
+            const Chunk chunk = chunk_of(s, s.v + t * INPUT_ROW, shared.prepared, c);
             float u[2][4], y[2][4];
             Left<P> written;
             recall<true>(at, chunk, w, u, y, written, shared.sums, turn, exponent, [] {});
-            advance(at, chunk, w, written, near, shared.totals[c]);
+            advance(at, chunk, w, written, near, shared.prepared.totals[c]);
             if (at.has_first_rows()) {  // y takes the place of v
                 put_square<true>(s.v + t * INPUT_ROW + at.local(), INPUT_ROW, y[0], y[1]);
             }

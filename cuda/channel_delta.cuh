@@ -107,6 +107,26 @@ struct Span {
     float (*erase)[C * SOLVE_ROW], (*inverse)[C * SOLVE_ROW], (*totals)[FW_K];
 };
 
+// What is made of a span in the kernels that keep no erase.
+struct Prepared {
+    Op p[FW_SPAN * KEY_ROW];
+    float inverse[CHUNKS][C * SOLVE_ROW];
+    Op scores[CHUNKS][C * PAIR_ROW];
+    float totals[CHUNKS][FW_K];
+};
+
+template <class Stage>
+__device__ __forceinline__ Span span_of(Stage& in, Prepared& s) {
+    return {in.q, in.k, s.p, in.f, in.e, in.g.e, s.scores, s.inverse, s.inverse, s.totals};
+}
+
+// Chunk c of a span: v is the chunk's own.
+template <class Stage, class S>
+__device__ __forceinline__ Chunk chunk_of(const Stage& in, const In* v, const S& s, int c) {
+    const int t = c * C, row = t * KEY_ROW;
+    return {in.q + row, s.p + row, in.k + row, v, s.scores[c], s.inverse[c], in.g.w + t, nullptr, in.g.e + t, nullptr, nullptr};
+}
+
 // The rows of q and k in place, those of P from k or e, and the products of the gates of each chunk.
 template <bool NEAR>
 __device__ __forceinline__ void scale_rows(const Span& s) {

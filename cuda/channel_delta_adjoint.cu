@@ -17,10 +17,7 @@ struct __align__(16) Stage {
 
 struct __align__(16) BackwardShared {
     Stage stage[2];
-    Op p[FW_SPAN * KEY_ROW];
-    float inverse[CHUNKS][C * SOLVE_ROW];
-    Op scores[CHUNKS][C * PAIR_ROW];
-    float totals[CHUNKS][FW_K];
+    Prepared prepared;
     float4 sums[FW_KSPLIT > 1 ? 2 * WARPS * 2 * 32 : 1];
 };
 static_assert(sizeof(BackwardShared) == FW_SHARED, "the host computes the same");
@@ -29,10 +26,7 @@ struct Part {
     Stage& in;
     BackwardShared& s;
 
-    __device__ __forceinline__ Chunk chunk(int c) const {
-        const int t = c * C, row = t * KEY_ROW;
-        return {in.q + row, s.p + row, in.k + row, nullptr, s.scores[c], s.inverse[c], in.g.w + t, nullptr, in.g.e + t, nullptr};
-    }
+    __device__ __forceinline__ Chunk chunk(int c) const { return chunk_of(in, nullptr, s.prepared, c); }
 };
 #include "erase_adjoint.cuh"
 
@@ -58,12 +52,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) channel_delta_adjoint(c
         cp_async_wait<0>();
         __syncthreads();
         if (t0 > p.part) load_stage(s.stage[now ^ 1], p, at, t0 - FW_SPAN);
-        const bool near = prepare({in.q, in.k, s.p, in.f, in.e, in.g.e, s.scores, s.inverse, s.inverse, s.totals}, p.T - t0, p.K, 0.f);
+        const bool near = prepare(span_of(in, s.prepared), p.T - t0, p.K, 0.f);
         const Part part = {in, s};
         for (int c = CHUNKS - 1; c >= 0; c--) {
-            if (near) decay(at, dw, s.totals[c]);
+            if (near) decay(at, dw, s.prepared.totals[c]);
             value_side(part, at, c, dw, turn, exponent, [&](float (&x)[TILES][4]) {
-                if (!near) decay(at, x, s.totals[c]);
+                if (!near) decay(at, x, s.prepared.totals[c]);
             });
         }
         if (t0 == border.token) {

@@ -45,11 +45,7 @@ struct Part {
     Stage& in;
     BackwardShared& s;
 
-    __device__ __forceinline__ Chunk chunk(int c) const {
-        const int t = c * C, row = t * KEY_ROW;
-        return {in.q + row, s.p + row, in.k + row,   in.v + t * INPUT_ROW, s.scores[c], s.inverse[c],
-                in.g.w + t, nullptr,   in.g.e + t, nullptr};
-    }
+    __device__ __forceinline__ Chunk chunk(int c) const { return chunk_of(in, in.v + c * C * INPUT_ROW, s, c); }
 };
 
 // Parts that copy_tile and store_whole take, but for the end of a sequence.

@@ -100,8 +100,7 @@ def choose_kernel(inputs: Inputs, divided: Divided | None = None) -> Choice:
     if reason := why_not_run(q, v) or why_no_map(row_map):
         return Choice(tuple, reason=reason)
     memory = None if inputs.empty else inputs.state.memory
-    precision = "tf32" if inputs.half and v.dtype == torch.float32 else choose_precision(v.dtype)
-    x = Operands(q, k, v, *coefficients, memory, precision, row_map, divided, inputs.ends)
+    x = Operands(q, k, v, *coefficients, memory, choose_precision(v.dtype, inputs.half), row_map, divided, inputs.ends)
     if q.shape[2] == 1 and not needs_gradient(*x[:8], inputs.state.normaliser):
         reason = unsupported(q, coefficients, row_map)
         if reason is None or divided is not None:
@@ -156,7 +155,7 @@ def attend_to_source(
     inner = torch.float32 if dtype == torch.float16 else dtype  # whose range gradients before the division can leave
     q, k, v = F.pad(q.to(inner), (0, 0, S, 0)), F.pad(k.to(inner), (0, 0, 0, T)), F.pad(v.to(inner), (0, 0, 0, T))
     w = F.pad(written, (0, T))[:, None].expand(-1, H, -1)
-    precision = "tf32" if dtype == torch.float16 else choose_precision(inner)
+    precision = choose_precision(inner, dtype == torch.float16)
     x = Operands(q, k, v, None, None, None, w, None, precision, row_map, Divided(eps, least, None), ends=False)
     name, reason = choose_scan(x)
     if reason is not None:

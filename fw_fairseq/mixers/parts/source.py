@@ -73,21 +73,29 @@ class SourceMemory(nn.Module):
     def attend(self, query: Tensor, source: Tensor, padding_mask: Tensor | None) -> Tensor:
         """Returns the values that queries (T,B,C) read from a source (S,B,C')."""
         phi = self.feature_map
-        row_map = row_map_of(phi, self.feature_norm) if phi.non_negative and len(source) else None
+        row_map = row_map_of(phi, self.feature_norm) if phi.non_negative else None
+        queries, (keys, values), y = self.q_proj(query), self.project(source), None
         if row_map is not None and has_kernels(query):
-            k, v = self.kv_proj(source).split(self.sizes, dim=-1)
-            q, k, v = (split_heads(x, self.num_heads) for x in (self.q_proj(query), k, v))
+            q, k, v = (split_heads(x, self.num_heads) for x in (queries, keys, values))
             y = attend_to_source(phi.linear(q), phi.linear(k), v, padding_mask, row_map, phi.eps, max(phi.eps, EPS))
-            if y is not None:
-                return join_heads(y.to(query.dtype))
-        return self.read(query, self.summarise(source, padding_mask))
+        if y is None:
+            y = self.read_rows(queries, self.write_rows(keys, values, padding_mask))
+        return join_heads(y.to(query.dtype))
 
     def summarise(self, source: Tensor, padding_mask: Tensor | None) -> Source:
         """Returns the memory and the normaliser of a source (S,B,C')."""
+        return self.write_rows(*self.project(source), padding_mask)
+
+    def project(self, source: Tensor) -> tuple[Tensor, Tensor]:
+        """The rows of keys and of values, (S,B,...)."""
         if len(source) == 0:
             raise Mistake("the source was let go after the first step of decoding; decode on with the same incremental state")
-        k, v = self.kv_proj(source).split(self.sizes, dim=-1)
-        (k, log_scale), v = self.features(k), wide(split_heads(v, self.num_heads))
+        keys, values = self.kv_proj(source).split(self.sizes, dim=-1)
+        return keys, values
+
+    def write_rows(self, keys: Tensor, values: Tensor, padding_mask: Tensor | None) -> Source:
+        """The same of projected rows."""
+        (k, log_scale), v = self.features(keys), wide(split_heads(values, self.num_heads))
         if log_scale is not None and padding_mask is not None:
             log_scale = log_scale.masked_fill(padding_mask[:, None], -torch.inf)
         k = with_common_scale(k, log_scale)
@@ -97,20 +105,22 @@ class SourceMemory(nn.Module):
             memory = k.mT @ v
         if self.feature_map.non_negative:
             return Source(memory, k.sum(2))
-        count = len(source) if padding_mask is None else (~padding_mask).sum(1)[:, None, None, None]
+        count = len(keys) if padding_mask is None else (~padding_mask).sum(1)[:, None, None, None]
         return Source(memory / count, None)
 
     def read(self, query: Tensor, source: Source) -> Tensor:
         """Returns the values that the queries read. Hypotheses of one sentence share its memory, so they count as more
         positions."""
         rows = query.unflatten(1, (-1, source.beam)).transpose(1, 2)  # (T,beam,B,C)
-        q, _ = self.features(self.q_proj(rows.flatten(0, 1)))
+        y = join_heads(self.read_rows(self.q_proj(rows.flatten(0, 1)), source).to(query.dtype))  # (T*beam,B,C)
+        return y.unflatten(0, rows.shape[:2]).transpose(1, 2).flatten(1, 2)
+
+    def read_rows(self, queries: Tensor, source: Source) -> Tensor:
+        """(B,H,T,V) of projected rows (T,B,...), one for each memory."""
+        q, _ = self.features(queries)
         with without_autocast(q.device.type):
             y = q @ source.memory
-            if source.normaliser is not None:
-                y = divide(y, q @ source.normaliser.unsqueeze(-1), self.feature_map.eps)
-        y = join_heads(y.to(query.dtype))  # (T*beam,B,C)
-        return y.unflatten(0, rows.shape[:2]).transpose(1, 2).flatten(1, 2)
+            return y if source.normaliser is None else divide(y, q @ source.normaliser.unsqueeze(-1), self.feature_map.eps)
 
     def features(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
         """Maps (T,B,H*X) to features (B,H,T,K) in fp32 and the log of the factor divided out of each, which cancels for queries."""

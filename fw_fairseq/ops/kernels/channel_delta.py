@@ -93,13 +93,6 @@ class ChannelKernel(ErasingKernel):
         return 2 * self.stage_bytes(span) + self.span_bytes(span) + self.sums_bytes(4)
 
     @remembered
-    def adjoint_bytes(self) -> int:
-        """sizeof(BackwardShared) in channel_delta_adjoint.cu, which the kernel asserts."""
-        rows = 2 * self.tiling.span, self.tiling.value
-        values = tile_bytes((*rows, self.operand)) - tile_bytes((*rows, self.dtype))
-        return self.forward_bytes() + values + self.sums_bytes(2) - self.sums_bytes(4)
-
-    @remembered
     def backward_bytes(self) -> int:
         """sizeof(BackwardShared), which the kernel asserts."""
         span, value, operand = self.tiling.part, self.tiling.value, self.operand

@@ -198,9 +198,7 @@ class Walk(NamedTuple):
         (K, V), linear, block = x.widths, self.linear, self.block
         k, v, w = (x.k, x.v, x.w) if dy is None else (x.q, dy, None)
         found = v.new_empty((1 << self.sides, *v.shape[:2], K, V), dtype=torch.float32)
-        tensors = {"k": k, "v": v, "f": x.f, "e": x.z, "w": w, "memory": memory, "adjoints": found}
-        if dy is not None:
-            tensors["dfinal"] = tensors.pop("memory")
+        tensors = {"k": k, "v": v, "f": x.f, "e": x.z, "w": w, "memory" if dy is None else "dfinal": memory, "adjoints": found}
 
         def describe() -> Kernel:
             defines = {

@@ -134,13 +134,18 @@ class ErasingKernel(NamedTuple):
 
     def tokens_of_part(self, launcher: Launcher, dy: Tensor) -> int:
         """How many tokens a block of the backward takes."""
-        if self.adjoint_bytes() > self.held:
-            return dy.shape[2]
-        return tokens_of_part(launcher, dy, self.tiles, max(self.tiling.span, self.tiling.part))
+        part = tokens_of_part(launcher, dy, self.tiles, max(self.tiling.span, self.tiling.part))
+        return part if part == dy.shape[2] or self.adjoint_bytes() <= self.held else dy.shape[2]
+
+    def forward_bytes(self) -> int:
+        """sizeof(ForwardShared), which the kernel asserts."""
+        raise NotImplementedError
 
     def adjoint_bytes(self) -> int:
-        """Of shared memory that a block takes which finds adjoints."""
-        raise NotImplementedError
+        """sizeof(BackwardShared) in the kernel that finds adjoints, which asserts it: with dy in place of v."""
+        rows = (2 + self.ahead) * self.tiling.span, self.tiling.value
+        values = tile_bytes((*rows, self.operand)) - tile_bytes((*rows, self.dtype))
+        return self.forward_bytes() + values + self.sums_bytes(2) - self.sums_bytes(4)
 
     def adjoints(self, launcher: Launcher, tensors: dict[str, Any], part: int) -> Tensor:
         """The adjoints of the memory before each part of the tokens but the first."""
@@ -245,13 +250,6 @@ class DeltaKernel(ErasingKernel):
         prepared = tile_bytes((span, CHUNK, FP32), (span, CHUNK, operand)) + self.exponents_bytes(span // CHUNK)
         features = 0 if self.row_map == AS_IS else tile_bytes(rows)
         return stages * stage + features + (1 + self.ahead) * prepared + self.sums_bytes(4)
-
-    @remembered
-    def adjoint_bytes(self) -> int:
-        """sizeof(BackwardShared) in delta_adjoint.cu, which the kernel asserts."""
-        rows = (2 + self.ahead) * self.tiling.span, self.tiling.value
-        values = tile_bytes((*rows, self.operand)) - tile_bytes((*rows, self.dtype))
-        return self.forward_bytes() + values + self.sums_bytes(2) - self.sums_bytes(4)
 
     @remembered
     def backward_bytes(self, stages: int) -> int:

@@ -69,8 +69,10 @@ def joined_decays(x: Operands) -> Operands:
     return x._replace(f=None, z=x.z * x.f.unsqueeze(-1))
 
 
-def choose_precision(dtype: torch.dtype) -> str:
-    """The precision of products for these inputs, as ``Operands`` describes it."""
+def choose_precision(dtype: torch.dtype, half: bool = False) -> str:
+    """The precision of products for these inputs, as ``Operands`` describes it. half: they are made of numbers in fp16."""
+    if half and dtype == torch.float32:
+        return "tf32"
     if dtype != torch.float32:
         return "fp16" if dtype == torch.float16 else "bf16"
     precision = os.environ.get("FW_FAIRSEQ_FP32", FP32_PRECISIONS[0])
