@@ -186,11 +186,15 @@ def start(inputs: Inputs) -> Inputs:
     given: Any = {"device": inputs.q.device, "dtype": inputs.dtype}
     factored = takes_factors and inputs.decoding and inputs.backend == "auto" and not inputs.kernels
     empty = inputs.kernels and inputs.group is None and inputs.rule.step is None and inputs.q.shape[2] > 1
-    memory = torch.zeros((), **given).expand(sizes) if empty else torch.zeros(sizes, **given)
+    memory: Any
+    if factored:
+        memory = no_factors(*sizes, **given)
+    else:
+        memory = torch.zeros((), **given).expand(sizes) if empty else torch.zeros(sizes, **given)
     return inputs._replace(
         empty=empty,
         state=FastWeightState(
-            no_factors(*sizes, **given) if factored else memory,
+            memory,
             torch.zeros(sizes[:3], **given) if inputs.attention_norm else None,
             None if inputs.key_log_scale is None else torch.full(sizes[:2], -torch.inf, **given),
         ),
