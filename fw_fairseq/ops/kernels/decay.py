@@ -220,7 +220,7 @@ class Walk(NamedTuple):
             grid, sizes = (v.shape[0] * v.shape[1], linear.tiles(block)), sizes_of(k, K, V) | {"part": self.part}
             return Kernel("decay_walk.cu", "decay_walk", defines, grid, (32 * block.warps,), defines["FW_SHARED"], sizes)
 
-        start(launcher, OF_ROWS, (self,), tensors, describe)
+        start(launcher, OF_ROWS, (self, dy is None), tensors, describe)
         return found
 
 
